@@ -1,0 +1,1 @@
+"""Attention over paged keys and values: the only code that knows the cache's layout in memory."""

@@ -1,0 +1,1 @@
+"""Replay of workloads, metrics, comparisons and the experiments of the paper."""

@@ -1,0 +1,1 @@
+"""Requests, sequences, step plans, configs, clocks and errors. Pure Python: no tensor, no input or output."""

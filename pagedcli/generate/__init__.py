@@ -1,0 +1,1 @@
+"""Offline batch jobs: rows in, rows out, a journal between."""
