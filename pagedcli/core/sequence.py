@@ -98,10 +98,11 @@ class SequenceGroup:
     """All sequences of one request, scheduled and preempted as one.
 
     `order` is the arrival order that FCFS and preemption go by. `live` are the unfinished sequences, the ones that
-    hold memory; finished ones move to `done`. Times are seconds on the engine's clock.
+    hold memory; finished ones move to `done`. `max_output` is the output length at which every sequence ends at the
+    latest (max_tokens, or what model and pool leave room for). Times are seconds on the engine's clock.
     """
 
-    __slots__ = ("beam", "cached_tokens", "done", "error", "first_token_at", "finished_at", "live", "order",
+    __slots__ = ("beam", "cached_tokens", "done", "error", "finished_at", "first_token_at", "live", "max_output", "order",
                  "preemptions", "prompt_logprobs", "request", "scheduled_at", "status", "token_times")
 
     def __init__(self, request: Request, order: int) -> None:
@@ -109,6 +110,7 @@ class SequenceGroup:
         self.order = order
         self.live: list[Sequence] = []
         self.done: list[Sequence] = []
+        self.max_output = request.output_len or request.params.max_tokens or 0
         self.status = Status.WAITING
         self.cached_tokens: int | None = None
         self.prompt_logprobs: Any = None

