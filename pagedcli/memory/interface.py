@@ -76,9 +76,17 @@ class MemoryPolicy(ABC):
     preemptible: bool = True
     """Whether running groups may be preempted (paged) or hold their reservation to the end (the baselines)."""
 
+    @property
+    def capacity(self) -> int:
+        """Blocks that can be handed out at all: the most that `blocks_for_ever` may ask for (the pool, less what is
+        pinned for good)."""
+        return self.num_blocks
+
     @abstractmethod
     def blocks_for_ever(self, group: SequenceGroup, max_len: int) -> int:
-        """Most blocks that the group can ever hold at once when each sequence grows to `max_len` tokens."""
+        """Most blocks that the group can ever need at once when each sequence grows to `max_len` tokens (pinned blocks
+        it finds left out). More than `capacity`: refuse it at once. Raises RequestError when the policy
+        cannot reserve for this request at all."""
 
     @abstractmethod
     def can_admit(self, group: SequenceGroup, *, running: bool = True) -> Verdict:
@@ -90,8 +98,9 @@ class MemoryPolicy(ABC):
         """Give every live sequence a table covering its present tokens, and set each one's `computed` to the
         tokens already in shared blocks (always leaving at least the last token to compute).
 
-        A group re-entering after recompute may have several live sequences: those after the first share the first's
-        full blocks of their common prefix where the policy shares.
+        A group re-entering after recompute may have several live sequences: each shares the full blocks of the
+        prefix that it has in common with those before it in `live`, where the policy shares. Those blocks are filled
+        by the earlier sequence, so a step must not compute a later one before it (the same step is fine).
         """
 
     @abstractmethod
@@ -106,11 +115,14 @@ class MemoryPolicy(ABC):
 
     @abstractmethod
     def fork(self, parent: Sequence, child: Sequence) -> list[Move]:
-        """Child starts with the parent's cache. Sharing policies raise reference counts; others return copies."""
+        """Child starts with the parent's cache. Sharing policies raise reference counts; others return copies, to run
+        before the next step, into the reservation of a sequence of the group that was freed just before: free
+        dropped sequences first, then fork."""
 
     @abstractmethod
     def free(self, seq: Sequence) -> None:
-        """Drop a sequence's blocks (finished, dropped beam, recompute, abort). Works in any state, swapped too."""
+        """Drop a sequence's blocks (finished, dropped beam, recompute, abort). Works in any state: running, swapped,
+        waiting or already freed (nothing happens)."""
 
     @abstractmethod
     def computed(self, seq: Sequence, upto: int) -> None:
