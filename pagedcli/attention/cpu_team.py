@@ -1,0 +1,71 @@
+"""Runs one native function on several threads at once, on torch's own threads where they can be had.
+
+A second thread pool beside torch's would fight it for the cores: OpenMP's idle workers spin for a while after each
+parallel region, just when the other pool starts. So the OpenMP library that torch has loaded is asked to run the
+function on the very same workers; where there is none (macOS wheels without it, other builds) Python threads do it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+
+def _openmp() -> ctypes.CDLL | None:
+    """The OpenMP library of this process that has GNU's entry point (libgomp, and LLVM's and Intel's under Linux)."""
+    if not sys.platform.startswith("linux"):
+        return None
+    loaded = {line.split(maxsplit=5)[5].strip() for line in Path("/proc/self/maps").read_text().splitlines()
+              if len(line.split(maxsplit=5)) == 6}
+    for name in sorted(p for p in loaded if any(part in Path(p).name for part in ("gomp", "libomp", "libiomp"))):
+        library = ctypes.CDLL(name)
+        if hasattr(library, "GOMP_parallel"):
+            return library
+    return None
+
+
+class Team:
+    """`run(function, argument, threads)` calls function(argument) once on each of `threads` threads and waits.
+
+    The function must stand being called fewer times than asked (OpenMP may grant fewer threads).
+    """
+
+    def __init__(self) -> None:
+        self._library = _openmp()
+        self._pool: ThreadPoolExecutor | None = None
+        self._pool_size = 0
+        self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+        if self._library is not None:
+            self._parallel = self._library.GOMP_parallel
+            self._parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+            self._parallel.restype = None
+
+    @property
+    def threads_of(self) -> str:
+        """Whose threads do the work, for reports."""
+        return "torch's OpenMP" if self._library is not None else "Python threads"
+
+    def run(self, function: int, argument: int, threads: int) -> None:
+        """`function`: address of a void(void*) that never raises and never takes the GIL."""
+        if threads <= 1:
+            self._call(function)(argument)
+        elif self._library is not None:
+            self._parallel(function, argument, threads, 0)
+        else:
+            if self._pool_size != threads - 1:
+                self.close()
+                self._pool = ThreadPoolExecutor(threads - 1, "attention")
+                self._pool_size = threads - 1
+            assert self._pool is not None
+            call = self._call(function)
+            waiting = [self._pool.submit(call, argument) for _ in range(threads - 1)]
+            call(argument)
+            for one in waiting:
+                one.result()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool, self._pool_size = None, 0
