@@ -1,0 +1,30 @@
+"""What the executor needs of a model, whoever computes it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from pagedcli.attention.interface import AttentionBackend, LayerSpec
+
+
+class Decoder(Protocol):
+    """What the executor needs of a model. A fused implementation for one family can stand in for HFDecoder.
+
+    `specs` has one entry per attention layer, in calling order; `attention_seconds` is of the last forward.
+    """
+
+    specs: tuple[LayerSpec, ...]
+    vocab_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def attention_seconds(self) -> float: ...
+
+    def attach(self, backend: AttentionBackend) -> None:
+        """Use this backend (already bound and, before each forward, prepared) from now on."""
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """ids, positions: int64 [T]; rows: int64 [R] indices into T -> logits [R, vocab_size] of the model's dtype."""

@@ -1,0 +1,126 @@
+"""GGUF files, dequantised once into a cached folder of safetensors weights, config and tokenizer."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from typing import Any
+
+from pagedcli.core.errors import CannotRunError
+
+FORMAT = 1
+"""Raise it when a converted folder's content changes, so that older ones are made anew."""
+
+SAMPLE_BYTES = 1 << 20
+
+
+def cache_dir() -> Path:
+    """Where converted models and probe results lie: $PAGEDCLI_CACHE, else `pagedcli` in the user's cache folder."""
+    own = os.environ.get("PAGEDCLI_CACHE")
+    if own:
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "pagedcli"
+
+
+def file_identity(file: Path) -> str:
+    """A short digest of size, time of change and both ends of a file: cheap, and new when the file is replaced."""
+    facts = file.stat()
+    digest = hashlib.sha256(f"{FORMAT} {facts.st_size} {facts.st_mtime_ns} ".encode())
+    with file.open("rb") as stream:
+        digest.update(stream.read(SAMPLE_BYTES))
+        stream.seek(max(0, facts.st_size - SAMPLE_BYTES))
+        digest.update(stream.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def converted_folder(file: Path, say: Callable[[str], None]) -> tuple[Path, bool]:
+    """The folder made from `file`, and whether it was made now.
+
+    The folder appears by one rename, so it is whole or absent whatever is killed; a lock makes a second process wait
+    for the first instead of doing the work twice. CannotRunError when the file cannot be read, converted or stored.
+    """
+    if not file.is_file():
+        raise CannotRunError(f"no such GGUF file: {file}", "model_not_found")
+    try:
+        with file.open("rb") as stream:
+            if stream.read(4) != b"GGUF":
+                raise CannotRunError(f"{file} is not a GGUF file (it does not begin with the letters GGUF)",
+                                     "bad_model_file")
+        parent = cache_dir() / "models"
+        target = parent / f"{file.stem}-{file_identity(file)}"
+        if target.is_dir():
+            return target, False
+        parent.mkdir(parents=True, exist_ok=True)
+        with _locked(parent / f"{target.name}.lock"):
+            if target.is_dir():
+                return target, False
+            for stale in parent.glob(f".{target.name}.*.tmp"):
+                shutil.rmtree(stale, ignore_errors=True)  # left by a process that was killed while it held the lock
+            say(f"converting {file.name} (once; kept in {target})")
+            scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=parent))
+            try:
+                _convert(file, scratch)
+                scratch.chmod(0o755)
+                os.rename(scratch, target)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+    except OSError as fault:
+        raise CannotRunError(f"cannot convert {file}: {fault}. The converted model needs room in {cache_dir()}; "
+                             "PAGEDCLI_CACHE names another folder", "cache_unusable") from fault
+    return target, True
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `path`; the system frees it when its holder dies."""
+    with path.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def _convert(file: Path, out: Path) -> None:
+    """Write config.json, model.safetensors (fp32, so that no later choice of dtype loses bits) and the tokenizer."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from pagedcli.execution.quiet import quiet_transformers
+
+    try:
+        with quiet_transformers(), redirect_stderr(io.StringIO()):  # its progress bar knows no other way to be quiet
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    except OSError:
+        raise
+    except Exception as fault:  # the reader raises whatever its parts raise; each means the same to a user
+        reason = str(fault).strip().split("\n")[0]
+        raise CannotRunError(f"cannot convert {file}: {type(fault).__name__}: {reason}", "bad_model_file") from fault
+    tokenizer.save_pretrained(out)
+    config: dict[str, Any] = model.config.to_dict()
+    for key in ("quantization_config", "_name_or_path"):
+        config.pop(key, None)
+    config["architectures"] = [type(model).__name__]
+    weights: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict().items():  # tied weights are one tensor under two names: keep the first
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            weights[name] = tensor.contiguous()
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
+    if model.generation_config is not None:
+        keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+        wanted = {key: getattr(model.generation_config, key) for key in keys}
+        (out / "generation_config.json").write_text(json.dumps(wanted, indent=2) + "\n", "utf-8")
+    for item in out.iterdir():
+        with item.open("rb") as stream:
+            os.fsync(stream.fileno())

@@ -1,0 +1,197 @@
+"""A Hugging Face decoder made ready for paged attention: loading, dummy weights, and the flattened forward."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from pagedcli.attention.interface import AttentionBackend, LayerSpec
+from pagedcli.core.errors import CannotRunError, PagedError
+from pagedcli.execution.families import check_family, position_limit
+from pagedcli.execution.hook import HOOK_NAME, Observer, PagedRun, running
+from pagedcli.execution.model_hub import ModelSource
+from pagedcli.execution.quiet import quiet_transformers
+
+RANDOM_ELEMENTS = 4_194_301
+"""Random numbers drawn for dummy weights, then repeated. A prime, so that no two rows of a matrix come out equal."""
+
+
+class HFDecoder:
+    """Hugging Face's own modules, with their attention replaced. One flattened batch a forward, no cache object."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self.module = module
+        self.dtype: torch.dtype = module.dtype
+        self.device: torch.device = module.device
+        text = module.config.get_text_config(decoder=True)
+        self.vocab_size = int(text.vocab_size)
+        self._slices_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
+        self._run: PagedRun | None = None
+        observer = Observer()
+        with running(observer):
+            self._call(torch.zeros(8, dtype=torch.int64), torch.arange(8), torch.zeros(1, dtype=torch.int64))
+        if not observer.specs:
+            raise CannotRunError("its attention layers never call the attention interface", "model_bypasses")
+        self._layers: Mapping[int, LayerSpec] = observer.specs
+        self.specs = tuple(observer.specs.values())
+
+    @property
+    def attention_seconds(self) -> float:
+        return 0.0 if self._run is None else self._run.seconds
+
+    def attach(self, backend: AttentionBackend) -> None:
+        self._run = PagedRun(backend, self._layers)
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        assert self._run is not None, "attach() comes before forward()"
+        self._run.start()
+        with running(self._run):
+            logits = self._call(ids, positions, rows)
+        self._run.finish()
+        return logits
+
+    def eager(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits [B, T, vocab_size] of a dense batch by the model's own attention: the judge of the probe."""
+        self.module.config._attn_implementation = "eager"
+        try:
+            out: torch.Tensor = self.module(input_ids=ids.to(self.device), use_cache=False).logits
+            return out
+        finally:
+            self.module.config._attn_implementation = HOOK_NAME
+
+    def _call(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        ids, positions, rows = ids.to(self.device), positions.to(self.device), rows.to(self.device)
+        extra = {"logits_to_keep": rows} if self._slices_logits else {}
+        # With use_cache off no layer has a cache to fill, so ours is the only one; without attention_mask and with a
+        # name that has no mask function, no mask is made.
+        out = self.module(input_ids=ids[None], position_ids=positions[None], use_cache=False, **extra)
+        logits: torch.Tensor = out.logits[0]
+        return logits if self._slices_logits else logits[rows]
+
+
+def pick_device(wanted: str) -> torch.device:
+    """The device to run on. CannotRunError when CUDA is asked for and absent."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise CannotRunError("--device cuda: this machine has no CUDA device that torch can use; choose --device cpu",
+                             "no_device")
+    return torch.device("cuda")
+
+
+def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
+    """The weights' dtype. `auto`: bf16 where the processor multiplies it natively, else fp32 (fp16 on older GPUs)."""
+    if wanted != "auto":
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[wanted]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float16
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+def load_decoder(source: ModelSource, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool = False,
+                 seed: int = 0) -> HFDecoder:
+    """Load weights (or draw dummy ones) and find out what each attention layer needs.
+
+    CannotRunError names the model type and why it cannot run, or what the loader said.
+    """
+    raw = source.read_config()
+    check_family(raw)
+    model_type = str(raw.get("model_type"))
+    try:
+        with quiet_transformers(), torch.inference_mode():
+            config = _config(source, raw, trust_remote_code)
+            if source.dummy:
+                module = random_model(config, dtype, device, seed)
+            else:
+                module = AutoModelForCausalLM.from_pretrained(
+                    source.weights_folder, config=config, dtype=dtype, attn_implementation=HOOK_NAME,
+                    local_files_only=True, use_safetensors=None if trust_remote_code else True,
+                    trust_remote_code=trust_remote_code)
+                torch.nn.Module.to(module, device)
+            return HFDecoder(module.eval())
+    except PagedError as fault:
+        raise CannotRunError(f"{source.name}: models of type {model_type!r} cannot run on a paged KV cache: "
+                             f"{fault.message}", fault.code) from fault
+    except torch.OutOfMemoryError as fault:
+        raise CannotRunError(f"{source.name}: not enough memory on {device} for the weights",
+                             "out_of_memory") from fault
+    except Exception as fault:  # loaders and models raise what they like; to a user each means that it does not load
+        reason = str(fault).strip().split("\n")[0]
+        raise CannotRunError(f"{source.name} (type {model_type!r}) could not be loaded with transformers "
+                             f"{transformers.__version__}: {type(fault).__name__}: {reason}",
+                             "model_unloadable") from fault
+
+
+def _config(source: ModelSource, raw: Mapping[str, Any], trust: bool) -> PretrainedConfig:
+    if source.config is not None:
+        fields = {key: value for key, value in source.config.items() if key != "model_type"}
+        return AutoConfig.for_model(raw["model_type"], **fields)
+    if raw.get("auto_map") and raw.get("model_type") not in native_types() and not trust:
+        raise CannotRunError(f"the model in {source.folder} comes with its own code, which runs only with "
+                             "--trust-remote-code", "untrusted_code")
+    return AutoConfig.from_pretrained(source.weights_folder, trust_remote_code=trust, local_files_only=True)
+
+
+def native_types() -> frozenset[str]:
+    """Model types that transformers has code for."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return frozenset(CONFIG_MAPPING.keys())
+
+
+def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
+    """A model with seeded random weights at the scale its config asks for, at the speed of a memory copy.
+
+    Matrices are filled from one short run of normal numbers, repeated from a different place in each; what is left
+    (norms, biases, sinks, rotary tables) is set by the model's own initialiser.
+    """
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=HOOK_NAME)
+    module.to_empty(device=device)
+    module.tie_weights()
+    text = config.get_text_config(decoder=True)
+    scale = next((float(value) for value in (getattr(text, key, None) for key in ("initializer_range", "init_std"))
+                  if value), 0.02)
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.empty(RANDOM_ELEMENTS).normal_(0.0, scale, generator=generator).to(dtype).to(device)
+    for parameter in module.parameters():
+        if parameter.dim() >= 2:
+            offset = int(torch.randint(RANDOM_ELEMENTS, (1,), generator=generator))
+            fill_repeating(parameter.data.view(-1), noise, offset)
+            parameter._is_hf_initialized = True  # the initialiser below then leaves it alone
+    torch.manual_seed(seed)
+    module.initialize_weights()
+    module.tie_weights()
+    return module
+
+
+def fill_repeating(target: torch.Tensor, source: torch.Tensor, offset: int) -> None:
+    """target[i] = source[(offset + i) % len(source)], by whole copies. Both are one-dimensional."""
+    done = min(len(target), len(source) - offset)
+    target[:done] = source[offset:offset + done]
+    whole = (len(target) - done) // len(source)
+    for piece in range(whole):
+        at = done + piece * len(source)
+        target[at:at + len(source)] = source
+    at = done + whole * len(source)
+    target[at:] = source[:len(target) - at]
+
+
+def model_positions(source: ModelSource, asked: int | None) -> tuple[int, str | None]:
+    """Longest sequence the model can serve, and a note when that is less than it claims (see position_limit)."""
+    return position_limit(source.read_config(), asked)
+
+
+def scaled_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Root mean square of the difference over that of `theirs`, in float32; infinite when anything is not finite."""
+    difference = (ours.float() - theirs.float()).square().mean().sqrt()
+    scale = theirs.float().square().mean().sqrt()
+    error = float(difference / scale) if float(scale) > 0 else float(difference)
+    return error if math.isfinite(error) else math.inf

@@ -1,0 +1,176 @@
+"""The pool of key/value blocks on the device, the swap pool in host memory, and moves between them."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pagedcli.attention.interface import KVLayout
+from pagedcli.core.config import CacheConfig
+from pagedcli.core.errors import CannotRunError
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2,
+}
+CPU_MEMORY_SHARE = 0.4
+"""Share of the memory free now that a pool on the CPU takes when no size is given."""
+MAX_DEFAULT_TOKENS = 1 << 20
+"""A device pool whose size nobody gave, and any swap pool, holds at most this many: small models would else get
+millions of blocks, and each block costs its keeper a few bytes and microseconds."""
+
+Moves = Sequence[tuple[int, int]]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The short name (`bf16`) of a torch dtype."""
+    return next(name for name, value in TORCH_DTYPES.items() if value is dtype and name != "fp8")
+
+
+def kv_dtype(wanted: str, model_dtype: torch.dtype) -> torch.dtype:
+    """The cache's dtype; `auto` is the model's own."""
+    return model_dtype if wanted == "auto" else TORCH_DTYPES[wanted]
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes free for this process: on a CPU the least of the machine's and of the control group's."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    for limit_file, used_file in (("memory.max", "memory.current"),
+                                  ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        try:
+            limit = int((group / limit_file).read_text())  # "max" when there is no limit
+            free = min(free, max(0, limit - int((group / used_file).read_text())))
+        except (OSError, ValueError):
+            continue
+    return free
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """Blocks on the device and in host memory; `note` says where the size came from."""
+
+    num_blocks: int
+    host_blocks: int
+    block_bytes: int
+    note: str
+
+
+def size_pool(layout: KVLayout, dtype: torch.dtype, cache: CacheConfig, device: torch.device,
+              max_positions: int) -> PoolSize:
+    """How many blocks to hold: as given, by bytes, or a share of free memory.
+
+    CannotRunError when not even one block fits; it prints the bytes one request needs and the bytes given.
+    """
+    block_bytes = layout.block_elements * dtype.itemsize
+    host_blocks = min(cache.swap_space // block_bytes, MAX_DEFAULT_TOKENS // layout.block_size)
+    if cache.num_blocks is not None:
+        return PoolSize(cache.num_blocks, host_blocks, block_bytes, f"{cache.num_blocks} blocks, as given")
+    if cache.memory is not None:
+        given, note = cache.memory, f"{cache.memory:,} bytes, as given"
+    else:
+        free = free_memory(device)
+        share = cache.gpu_memory_utilization if device.type == "cuda" else CPU_MEMORY_SHARE
+        given = int(free * share)
+        note = f"{share:.0%} of {free:,} bytes free on {device.type}"
+    num_blocks = given // block_bytes
+    if cache.memory is None and num_blocks * layout.block_size > MAX_DEFAULT_TOKENS:
+        num_blocks = MAX_DEFAULT_TOKENS // layout.block_size
+        note += f", capped at {MAX_DEFAULT_TOKENS:,} tokens"
+    if num_blocks < 1:
+        longest = -(-max_positions // layout.block_size) * block_bytes
+        raise CannotRunError(
+            f"the KV cache has {given:,} bytes ({note}), but one request needs at least one block of "
+            f"{layout.block_size} tokens = {block_bytes:,} bytes ({longest:,} for one of {max_positions} tokens). "
+            "Raise --kv-cache-memory, or lower --block-size or --max-model-len", "kv_cache_too_small")
+    return PoolSize(num_blocks, host_blocks, block_bytes, note)
+
+
+class KVStore:
+    """`pool`: [num_blocks, block_elements] on the device, zeroed. The host pool exists from the first swap on.
+
+    A block is one contiguous run over all layers, so each move below is one gather and one scatter of whole rows,
+    whatever the block size (the paper's artefact makes one small copy per layer and block).
+    """
+
+    def __init__(self, layout: KVLayout, dtype: torch.dtype, size: PoolSize, device: torch.device) -> None:
+        self.layout = layout
+        self.dtype = dtype
+        self.size = size
+        self._host: torch.Tensor | None = None
+        shape = (size.num_blocks, layout.block_elements)
+        try:
+            self.pool = (lazy_zeros(shape, dtype) if device.type == "cpu"
+                         else torch.zeros(shape, dtype=dtype, device=device))
+        except (RuntimeError, OSError) as fault:
+            raise CannotRunError(
+                f"cannot allocate {size.num_blocks:,} KV blocks of {size.block_bytes:,} bytes on {device}: lower "
+                "--kv-cache-memory (or the number of blocks)", "out_of_memory") from fault
+
+    def copy(self, moves: Moves) -> None:
+        """Copy whole blocks within the pool; all sources are read before any destination is written."""
+        if moves:
+            source, target = self._indices(moves, self.pool.device)
+            raw = _bits(self.pool)
+            raw.index_copy_(0, target, raw.index_select(0, source))
+
+    def swap_out(self, moves: Moves) -> None:
+        """Copy (device block, host block) pairs to host memory in one transfer."""
+        if moves:
+            source, target = self._indices(moves, self.pool.device)
+            host = _bits(self._host_pool())
+            host.index_copy_(0, target.to(host.device), _bits(self.pool).index_select(0, source).to(host.device))
+
+    def swap_in(self, moves: Moves) -> None:
+        """Copy (host block, device block) pairs back in one transfer."""
+        if moves:
+            host = _bits(self._host_pool())
+            source, target = self._indices(moves, host.device)
+            raw = _bits(self.pool)
+            raw.index_copy_(0, target.to(raw.device), host.index_select(0, source).to(raw.device))
+
+    def close(self) -> None:
+        """Give both pools back."""
+        self.pool = self.pool.new_empty(0)
+        self._host = None
+
+    def _host_pool(self) -> torch.Tensor:
+        if self._host is None:
+            shape = (self.size.host_blocks, self.layout.block_elements)
+            self._host = torch.zeros(shape, dtype=self.dtype, pin_memory=True) if self.pool.is_cuda else lazy_zeros(
+                shape, self.dtype)
+        return self._host
+
+    @staticmethod
+    def _indices(moves: Moves, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        pairs = torch.tensor(moves, dtype=torch.int64)
+        return pairs[:, 0].to(device), pairs[:, 1].to(device)
+
+
+def lazy_zeros(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on a page boundary of the host, whose pages the system makes when they are first touched.
+
+    torch.zeros writes its zeros at once, which takes seconds for a pool of some gigabytes, most of it never used.
+    """
+    count = shape[0] * shape[1]
+    if count == 0:
+        return torch.zeros(shape, dtype=dtype)
+    memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # not every kernel has huge pages; they only save time
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
+
+
+def _bits(pool: torch.Tensor) -> torch.Tensor:
+    """The pool as integers of its element size: gathers and scatters are not defined for every float type."""
+    return pool.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[pool.element_size()])

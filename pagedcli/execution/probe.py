@@ -1,0 +1,67 @@
+"""The trial that every model passes when it loads: paged attention against the model's own, on the same weights."""
+
+from __future__ import annotations
+
+import torch
+
+from pagedcli.attention.backends import make_backend
+from pagedcli.attention.interface import KVLayout
+from pagedcli.core.errors import CannotRunError
+from pagedcli.core.plan import Slice, StepPlan
+from pagedcli.execution.flat_batch import flatten, forward
+from pagedcli.execution.hf_model import HFDecoder, scaled_error
+
+LENGTHS = (11, 6)
+CUTS = ((10, 3), (1, 3))
+"""Rows of each sequence in each step: two chunks of prompt first, then a single token beside a second chunk."""
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.06}
+"""Largest relative error of logits (root mean square). Eager attention rounds its weights to the model's dtype and
+ours does not, hence the room; a model that is not understood lands near 1."""
+FP8_TOLERANCE = 0.25
+
+
+def probe(decoder: HFDecoder, backend_name: str, cache_dtype: torch.dtype, block_size: int, name: str) -> float:
+    """Run two sequences in mixed chunks over scattered blocks and compare all logits with eager attention.
+
+    Returns the relative error. CannotRunError names the layer that the backend cannot run, or the size of the
+    disagreement. Uses a backend and a pool of its own, so it can run before the pool is sized.
+    """
+    backend = make_backend(backend_name)
+    for place, spec in enumerate(decoder.specs):
+        reason = backend.supports(spec, cache_dtype, block_size)
+        if reason is not None:
+            raise CannotRunError(f"{name}: the {backend_name} attention backend cannot run layer {place}: {reason}",
+                                 "layer_unsupported")
+    layout = KVLayout(decoder.specs, block_size)
+    widths = [-(-length // block_size) for length in LENGTHS]
+    pool = torch.zeros((sum(widths), layout.block_elements), dtype=cache_dtype, device=decoder.device)
+    ids = torch.randint(decoder.vocab_size, (len(LENGTHS), max(LENGTHS)),
+                        generator=torch.Generator().manual_seed(0))
+    tokens = [row[:length] for row, length in zip(ids.tolist(), LENGTHS, strict=True)]
+    # Block ids run downwards and alternate between the sequences, so that order in memory means nothing.
+    free = iter(range(sum(widths) - 1, -1, -1))
+    tables: list[list[int]] = [[] for _ in LENGTHS]
+    for depth in range(max(widths)):
+        for table, width in zip(tables, widths, strict=True):
+            if depth < width:
+                table.append(next(free))
+    # A causal model's rows do not see what follows them, so the shorter sequence's padding does no harm here.
+    expected = decoder.eager(ids)
+    backend.bind(layout, pool)
+    decoder.attach(backend)
+    done = [0] * len(LENGTHS)
+    worst = 0.0
+    for cut in CUTS:
+        plan = StepPlan([Slice(seq, tokens[seq][done[seq]:done[seq] + count], done[seq], tables[seq], count)
+                         for seq, count in enumerate(cut)])
+        logits = forward(decoder, backend, flatten(plan, block_size))
+        wanted = torch.cat([expected[seq, done[seq]:done[seq] + count] for seq, count in enumerate(cut)])
+        worst = max(worst, scaled_error(logits, wanted))
+        done = [have + count for have, count in zip(done, cut, strict=True)]
+    limit = max(TOLERANCE[decoder.dtype], TOLERANCE.get(cache_dtype, FP8_TOLERANCE))
+    if worst > limit:
+        raise CannotRunError(f"{name}: logits over the paged cache differ from the model's own by {worst:.2g} "
+                             f"(relative, limit {limit:g}), so its attention does something that paging does not",
+                             "model_unsupported")
+    return worst

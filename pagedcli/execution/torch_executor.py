@@ -1,0 +1,108 @@
+"""Runs step plans on a real model: moves blocks, then one flattened forward over the paged cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from pagedcli.attention.backends import make_backend
+from pagedcli.attention.interface import AttentionBackend, KVLayout
+from pagedcli.core.config import CacheConfig, ModelConfig
+from pagedcli.core.plan import StepPlan, StepResult
+from pagedcli.execution.decoder import Decoder
+from pagedcli.execution.flat_batch import flatten, forward
+from pagedcli.execution.hf_model import load_decoder, model_positions, pick_device, pick_dtype
+from pagedcli.execution.interface import Executor, ExecutorInfo, ExecutorLimits
+from pagedcli.execution.kv_store import KVStore, dtype_name, kv_dtype, size_pool
+from pagedcli.execution.model_hub import ModelSource
+from pagedcli.execution.probe import probe
+
+
+class TorchExecutor(Executor):
+    """Owns a decoder, its KV pool and an attention backend; `load_executor` makes one from a config.
+
+    `StepResult.logits` is [rows, vocabulary] in the model's dtype on its device, or None when no row wants any.
+    `parts` (seconds): memory (swaps and copies), layout, attention and linear (the rest of the forward); the last two
+    are told apart on a CPU only, since a GPU's work is not done when the call returns.
+    """
+
+    def __init__(self, decoder: Decoder, backend: AttentionBackend, store: KVStore, limits: ExecutorLimits,
+                 info: ExecutorInfo) -> None:
+        self.decoder = decoder
+        self.backend = backend
+        self.store = store
+        self.limits = limits
+        self.info = info
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        began = time.perf_counter()
+        with torch.inference_mode():
+            self.store.swap_out(plan.swap_out)
+            self.store.swap_in(plan.swap_in)
+            self.store.copy(plan.copies)
+            moved = time.perf_counter()
+            if not plan.slices:
+                return StepResult(None, moved - began, {"memory": moved - began})
+            batch = flatten(plan, self.limits.block_size)
+            laid_out = time.perf_counter()
+            logits = forward(self.decoder, self.backend, batch)
+            if logits.is_cuda:
+                torch.cuda.synchronize(logits.device)
+        ended = time.perf_counter()
+        parts = {"memory": moved - began, "layout": laid_out - moved}
+        if logits.is_cuda:
+            parts["forward"] = ended - laid_out
+        else:
+            parts["attention"] = self.decoder.attention_seconds
+            parts["linear"] = ended - laid_out - parts["attention"]
+        return StepResult(logits if batch.wanted else None, ended - began, parts)
+
+    def close(self) -> None:
+        self.store.close()
+
+
+def load_executor(source: ModelSource, model: ModelConfig, cache: CacheConfig,
+                  loaded: Callable[[float], None] | None = None) -> TorchExecutor:
+    """Load the model of `source`, try it against eager attention, make its pool and compile its kernels.
+
+    `info.load_seconds` tells load, probe and compile apart. Raises CannotRunError or UsageError (see
+    model_hub, hf_model, probe, kv_store). `model.threads` sets torch's thread count for the whole process.
+    """
+    started = time.perf_counter()
+    device = pick_device(model.device)
+    if model.threads is not None:
+        torch.set_num_threads(model.threads)
+    dtype = pick_dtype(model.dtype, device)
+    backend_name = model.attention_backend if model.attention_backend != "auto" else device.type
+    max_positions, position_note = model_positions(source, model.max_model_len)
+    decoder = load_decoder(source, dtype, device, trust_remote_code=model.trust_remote_code, seed=model.seed)
+    weights_at = time.perf_counter()
+    if loaded is not None:
+        loaded(weights_at - started)
+    with torch.inference_mode():
+        backend = make_backend(backend_name)
+        cache_dtype = kv_dtype(cache.dtype, dtype)
+        layout = KVLayout(decoder.specs, cache.block_size)
+        compile_seconds = backend.warm_up(decoder.specs, cache_dtype)
+        compiled_at = time.perf_counter()
+        error = probe(decoder, backend_name, cache_dtype, cache.block_size, source.name)
+        probed_at = time.perf_counter()
+        size = size_pool(layout, cache_dtype, cache, device, max_positions)
+        store = KVStore(layout, cache_dtype, size, device)
+        backend.bind(layout, store.pool)
+        decoder.attach(backend)
+    notes = [*source.notes, f"KV pool: {size.num_blocks:,} blocks of {cache.block_size} tokens ({size.note})",
+             f"attention probe: relative error {error:.2g} against eager"]
+    if position_note:
+        notes.append(position_note)
+    limits = ExecutorLimits(num_blocks=size.num_blocks, host_blocks=size.host_blocks, block_size=cache.block_size,
+                            max_positions=max_positions, vocab_size=decoder.vocab_size,
+                            bytes_per_block=size.block_bytes)
+    info = ExecutorInfo(
+        model=source.name, device=device.type, dtype=dtype_name(dtype), kv_dtype=dtype_name(cache_dtype),
+        attention=backend_name, threads=torch.get_num_threads(), notes=tuple(notes),
+        load_seconds={"load": weights_at - started, "compile": max(compile_seconds, compiled_at - weights_at),
+                      "probe": probed_at - compiled_at, "pool": time.perf_counter() - probed_at})
+    return TorchExecutor(decoder, backend, store, limits, info)
