@@ -1,0 +1,289 @@
+"""`pagedcli generate`: the order of a batch job's steps, and what the user is told at each."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pagedcli import __version__
+from pagedcli.cli.environment import Environment, environment_of
+from pagedcli.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, run_config, sampling_fields, with_options
+from pagedcli.cli.paths import Target, find_target
+from pagedcli.cli.render import progress_bar, summary_lines
+from pagedcli.core.config import RunConfig
+from pagedcli.core.errors import ExitStatus, UsageError
+
+if TYPE_CHECKING:
+    from pagedcli.generate.journal import Journal
+    from pagedcli.generate.sampling import SamplingDefaults
+    from pagedcli.generate.source import InputRows, Scan
+    from pagedcli.generate.summary import Summary
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
+                  context_settings={"help_option_names": ["-h", "--help"]})
+FILES = "Files"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A job as asked for, before anything heavy is loaded."""
+
+    config: RunConfig
+    sampling: Mapping[str, Any]
+    target: Target
+    limit: int | None
+    restart: bool
+    shared_prefix: str | None
+    interactive: bool
+    quiet: bool
+
+    def header(self, scan: Scan) -> dict[str, Any]:
+        """What the journal must agree with: all that decides the bytes of a row.
+
+        Settings that only change speed are left out while the engine keeps its promise of the same bits.
+        """
+        config = asdict(self.config)
+        if self.config.model.same_bits:
+            del config["model"]["threads"], config["scheduler"]
+            for name in ("swap_space", "prefix_cache", "watermark", "gpu_memory_utilization"):
+                del config["cache"][name]
+        return {"version": __version__, "input": {"content": scan.digest, "rows": scan.rows}, "limit": self.limit,
+                "sampling": dict(self.sampling), "shared_prefix": self.shared_prefix, **config}
+
+
+@app.command()
+@with_options(*ENGINE_OPTIONS, *SAMPLING_OPTIONS, config_file=True)
+def generate(
+    context: typer.Context,
+    input: Annotated[str, typer.Argument(metavar="INPUT", help="JSON Lines of prompts; - is standard input.")],
+    output: Annotated[str | None, typer.Option(
+        "--output", "-o", metavar="OUT", rich_help_panel=FILES, envvar="PAGEDCLI_OUTPUT", show_envvar=False,
+        help="Where rows go, in input order; - is standard output. Default: INPUT with .out.jsonl.")] = None,
+    overwrite: Annotated[bool, typer.Option(
+        "--overwrite", rich_help_panel=FILES, envvar="PAGEDCLI_OVERWRITE", show_envvar=False,
+        help="Replace an output that exists, once all rows are done.")] = False,
+    restart: Annotated[bool, typer.Option(
+        "--restart", rich_help_panel=FILES, envvar="PAGEDCLI_RESTART", show_envvar=False,
+        help="Throw away the journal (OUT.partial) of an unfinished run instead of going on with it.")] = False,
+    limit: Annotated[int | None, typer.Option(
+        "--limit", min=1, rich_help_panel=FILES, envvar="PAGEDCLI_LIMIT", show_envvar=False,
+        help="Only the first so many rows.")] = None,
+    quiet: Annotated[bool, typer.Option(
+        "--quiet", "-q", rich_help_panel=FILES, envvar="PAGEDCLI_QUIET", show_envvar=False,
+        help="No progress bar and no summary; errors are still told.")] = False,
+    json_summary: Annotated[str | None, typer.Option(
+        "--json-summary", metavar="FILE", rich_help_panel=FILES, envvar="PAGEDCLI_JSON_SUMMARY", show_envvar=False,
+        help="Write the summary as JSON to FILE.")] = None,
+    shared_prefix: Annotated[str | None, typer.Option(
+        "--shared-prefix", metavar="FILE", rich_help_panel=FILES, envvar="PAGEDCLI_SHARED_PREFIX", show_envvar=False,
+        help="Text that many prompts begin with: computed once and kept in the KV cache.")] = None,
+    settings: dict[str, Any] = {},  # noqa: B006 - filled in by with_options
+) -> None:
+    """Answer every prompt of INPUT (JSON Lines) and write one row for each, in input order.
+
+    A row is {"prompt": text}, {"prompt_token_ids": [...]}, {"messages": [...]} or an OpenAI batch request; it may set
+    any sampling field itself. A bad row gives an error row and the rest go on (exit status 1). Finished rows are kept
+    in OUT.partial: a run that was stopped goes on where it was when the same command is given again.
+
+    max_tokens that nobody sets is 256, cut to what the model and the KV pool allow; one that is set and cannot fit
+    gives an error row. Prompt plus max_tokens may not exceed the model's limit.
+
+    Every option can be set by an environment variable (PAGEDCLI_MAX_TOKENS=16) or in a --config file; the command line
+    wins over the environment, that over the file.
+    """
+    environment = environment_of(context)
+    if json_summary is not None and not Path(json_summary).absolute().parent.is_dir():
+        raise UsageError(f"--json-summary {json_summary}: its folder does not exist; make it first")
+    plan = Plan(run_config(settings), sampling_fields(settings), find_target(input, output, overwrite), limit, restart,
+                _read_prefix(shared_prefix), environment.interactive and not quiet, quiet)
+    summary = run(environment, plan, input)
+    if json_summary is not None:
+        _write_summary(Path(json_summary), summary)
+    if not quiet:
+        for line in summary_lines(summary):
+            environment.say(line)
+    raise typer.Exit(ExitStatus.ROW_ERRORS if summary.failed else ExitStatus.OK)
+
+
+def run(environment: Environment, plan: Plan, input_path: str) -> Summary:
+    """The job from input to output. Raises PagedError; a journal with rows in it is then kept."""
+    from pagedcli.generate.journal import Journal
+    from pagedcli.generate.sampling import SamplingDefaults
+    from pagedcli.generate.source import InputRows
+
+    watch = Stopwatch(environment)
+    defaults = SamplingDefaults(plan.sampling)
+    watch.lap("import")
+    with closing(InputRows.open(input_path, environment.stdin, plan.limit)) as source:
+        scan = source.scan()
+        header = plan.header(scan)
+        watch.lap("scan")
+        path = plan.target.journal(header)
+        with closing(Journal(path, header, scan.rows, plan.restart)) as journal, _told_how_to_go_on(journal):
+            if journal.resumed and not plan.quiet:
+                environment.say(f"going on with {path}: {journal.resumed} of {scan.rows} rows are done")
+            summary = _serve(environment, plan, source, scan, journal, defaults, watch)
+    return summary
+
+
+def _serve(environment: Environment, plan: Plan, source: InputRows, scan: Scan, journal: Journal,
+           defaults: SamplingDefaults, watch: Stopwatch) -> Summary:
+    from pagedcli.generate.job import Job
+    from pagedcli.generate.summary import summarise
+    from pagedcli.generate.tokens import TextCodec
+
+    if journal.complete:
+        _publish(environment, plan.target, journal)
+        watch.lap("order")
+        return _nothing_run(plan, journal, watch)
+    engine = environment.build_engine(plan.config, None if plan.quiet else environment.say)
+    try:
+        info = engine.executor.info
+        journal.confirm({"model": info.model, "device": info.device, "dtype": info.dtype, "kv_dtype": info.kv_dtype,
+                         "attention": info.attention, "vocabulary": engine.executor.limits.vocab_size})
+        watch.lap("build")
+        with progress_bar(environment, plan.interactive) as observer:
+            codec = None if engine.tokenizer is None else TextCodec(engine.tokenizer)
+            job = Job(source, scan, engine, codec, journal, defaults, observer)
+            with _stopping_on_signals(job.stop):
+                job.run()
+        watch.lap("generate")
+        _publish(environment, plan.target, journal)
+        watch.lap("order")
+        signature = {"version": __version__, "model": info.model, "policy": plan.config.policy,
+                     "seed": plan.config.seed, "device": info.device, "dtype": info.dtype, "kv_dtype": info.kv_dtype,
+                     "attention": info.attention, "threads": info.threads,
+                     "block_size": engine.executor.limits.block_size, "sampling": dict(plan.sampling)}
+        return summarise(rows=journal.rows, failed=journal.failed, resumed=journal.resumed, counters=engine.counters,
+                         limits=engine.executor.limits, info=info, seconds=watch.seconds(info.load_seconds),
+                         signature=signature, peak_memory_bytes=_peak_memory())
+    finally:
+        engine.close()
+
+
+def _nothing_run(plan: Plan, journal: Journal, watch: Stopwatch) -> Summary:
+    """Every row was in the journal already, so no model was loaded."""
+    from pagedcli.generate.summary import Summary
+
+    signature = {"version": __version__, "policy": plan.config.policy, "seed": plan.config.seed,
+                 **(journal.ran_on or {}), "sampling": dict(plan.sampling)}
+    return Summary(rows=journal.rows, good=journal.rows - journal.failed, failed=journal.failed,
+                   resumed=journal.resumed, seconds=watch.seconds({}), signature=signature,
+                   peak_memory_bytes=_peak_memory(), notes=("all rows were done already; nothing was generated",))
+
+
+def _publish(environment: Environment, target: Target, journal: Journal) -> None:
+    if target.path is None:
+        try:
+            journal.stream(environment.stdout)
+        except BaseException:
+            _discard_stdout()
+            raise
+    elif target.stream:
+        with target.path.open("wb") as stream:
+            journal.stream(stream)
+    else:
+        journal.publish(target.path)
+
+
+def _discard_stdout() -> None:
+    """Keep the interpreter from complaining about a closed pipe a second time when it exits."""
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+    except (OSError, ValueError):
+        return
+
+
+@contextmanager
+def _told_how_to_go_on(journal: Journal) -> Iterator[None]:
+    from pagedcli.generate.job import Interrupted
+
+    try:
+        yield
+    except (KeyboardInterrupt, Interrupted) as fault:
+        journal.flush()
+        if journal.finished == 0:
+            raise Interrupted("interrupted before any row was done; nothing is kept") from fault
+        raise Interrupted(f"interrupted: {journal.finished} of {journal.rows} rows are done and kept in "
+                          f"{journal.path}. Give the same command again to go on; --restart starts anew") from fault
+
+
+@contextmanager
+def _stopping_on_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM lets the step in progress end; a second one ends at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    seen: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        del frame
+        seen.append(number)
+        if len(seen) > 1:
+            raise KeyboardInterrupt
+        stop()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Stopwatch:
+    """Where the time of a run goes, part by part."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._laps = {"startup": environment.startup} if environment.startup else {}
+        self._begun = self._last = environment.started
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self._laps[name] = self._laps.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def seconds(self, loading: Mapping[str, float]) -> dict[str, float]:
+        """Seconds by part; `build` is split into what the executor says of itself, the rest staying under its name."""
+        parts = dict(self._laps)
+        if loading and "build" in parts:
+            parts["build"] = max(parts["build"] - sum(loading.values()), 0.0)
+            for name, value in loading.items():
+                parts[name] = parts.get(name, 0.0) + value
+        return {**parts, "total": sum(self._laps.values())}
+
+
+def _read_prefix(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as fault:
+        raise UsageError(f"cannot read --shared-prefix {path}: {fault.strerror}") from fault
+    except UnicodeDecodeError as fault:
+        raise UsageError(f"--shared-prefix {path} is not UTF-8 text (byte {fault.start})") from fault
+
+
+def _write_summary(path: Path, summary: Summary) -> None:
+    try:
+        path.write_text(json.dumps(summary.record(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as fault:
+        raise UsageError(f"cannot write --json-summary {path}: {fault.strerror}; the output is complete") from fault
+
+
+def _peak_memory() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,235 @@
+"""Options that several commands share: declared once, with their units and defaults, and turned into configs.
+
+Each option can also be set by an environment variable (PAGEDCLI_ and its name) or in a TOML file given by --config;
+the command line wins over the environment, that over the file, and that over the default.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import typer
+
+from pagedcli.cli.config_file import config_parameter
+from pagedcli.cli.environment import environment_of
+from pagedcli.core.config import CacheConfig, ModelConfig, RunConfig, SchedulerConfig
+from pagedcli.core.errors import UsageError
+from pagedcli.core.request import SamplingParams
+
+PREFIX = "PAGEDCLI_"
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option. `kind`: the type of its value (bool: a flag). `default` is only for the help; unset options are None
+    (flags False), so that what a user set can be told from what is usual."""
+
+    name: str
+    kind: Any
+    help: str
+    panel: str
+    default: object = None
+    many: bool = False
+    pair: bool = False  # a flag with a --no- twin, None when neither is given
+    metavar: str | None = None
+    short: str | None = None
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.name.upper()
+
+    def parameter(self) -> inspect.Parameter:
+        """The option as a parameter that Typer understands."""
+        text = self.help if self.default is None else f"{self.help} Default {self.default}."
+        names = [f"{self.flag}/--no-{self.flag[2:]}" if self.pair else self.flag]
+        names += [self.short] if self.short else []
+        info = typer.Option(*names, help=text, rich_help_panel=self.panel, metavar=self.metavar, show_default=False,
+                            envvar=None if self.many else self.variable, show_envvar=False)
+        flag = self.kind is bool and not self.pair
+        kind: Any = bool if flag else (list[self.kind] | None if self.many else self.kind | None)  # type: ignore[name-defined]
+        return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=False if flag else None,
+                                 annotation=Annotated[kind, info])
+
+
+MODEL, MEMORY, BATCH, SAMPLE = "Model", "KV cache", "Batching", "Sampling (a row's own fields win)"
+_M, _C, _S, _P = ModelConfig(), CacheConfig(), SchedulerConfig(), SamplingParams()
+_DEVICE = Literal["auto", "cpu", "cuda"]
+_DTYPE = Literal["auto", "fp32", "bf16", "fp16"]
+_KV_DTYPE = Literal["auto", "fp32", "bf16", "fp16", "fp8", "fp8_e4m3", "fp8_e5m2"]
+_BACKEND = Literal["auto", "cpu", "reference", "cuda"]
+
+ENGINE_OPTIONS: tuple[Option, ...] = (
+    Option("model", str, "Hub id, local folder, .gguf file or short name; `null` runs everything but a model.", MODEL,
+           _M.model),
+    Option("load_format", Literal["auto", "dummy"], "`dummy` fills the model with random weights.", MODEL,
+           _M.load_format),
+    Option("dtype", _DTYPE, "Type of weights and arithmetic; auto picks what this machine is fast at.", MODEL,
+           _M.dtype),
+    Option("device", _DEVICE, "Where the model runs.", MODEL, _M.device),
+    Option("attention_backend", _BACKEND, "Implementation of attention.", MODEL, _M.attention_backend),
+    Option("max_model_len", int, "Most tokens of prompt plus output. Default: what the model allows.", MODEL),
+    Option("threads", int, "CPU threads. Default: all cores.", MODEL),
+    Option("tensor_parallel_size", int, "Devices that share each layer.", MODEL, _M.tensor_parallel_size),
+    Option("seed", int, "Seed of every random draw; rows may set their own.", MODEL, 0),
+    Option("trust_remote_code", bool, "Run code and unpickle weights that come with the model.", MODEL),
+    Option("no_same_bits", bool, "Allow faster arithmetic whose bits depend on the batch.", MODEL),
+    Option("block_size", int, "Tokens a KV block.", MEMORY, _C.block_size),
+    Option("num_kv_blocks", int, "Blocks in the pool. Default: from --kv-cache-memory.", MEMORY),
+    Option("kv_cache_memory", str, "Size of the pool in bytes, or such as 2GiB. Default: a share of free memory.",
+           MEMORY, metavar="SIZE"),
+    Option("kv_cache_dtype", _KV_DTYPE, "Type of cached keys and values; auto is the model's.", MEMORY, _C.dtype),
+    Option("swap_space", str, "Host memory for preempted sequences in bytes, or such as 4GiB.", MEMORY, "4GiB",
+           metavar="SIZE"),
+    Option("no_prefix_cache", bool, "Do not reuse blocks of equal prompt beginnings.", MEMORY),
+    Option("preemption", Literal["auto", "recompute", "swap"], "What happens to a running group when blocks run out.",
+           MEMORY, _S.preemption),
+    Option("max_num_seqs", int, "Sequences in one step at most.", BATCH, _S.max_num_seqs),
+    Option("max_num_batched_tokens", int, "Tokens in one step at most. Default 2048, or 2560 without chunks.", BATCH),
+    Option("no_chunked_prefill", bool, "Whole prompts only, as in the paper.", BATCH),
+)
+
+SAMPLING_OPTIONS: tuple[Option, ...] = (
+    Option("max_tokens", int, "Output tokens a sequence; 0 only scores. Unset: 256, cut to what fits; a number that "
+           "cannot fit gives an error row.", SAMPLE),
+    Option("min_tokens", int, "Output tokens before a stop counts.", SAMPLE, _P.min_tokens),
+    Option("temperature", float, "0 to 2; 0 is greedy.", SAMPLE, _P.temperature),
+    Option("top_p", float, "Keep the likeliest tokens up to this probability, above 0 to 1.", SAMPLE, _P.top_p),
+    Option("top_k", int, "Keep this many of the likeliest tokens; 0 or -1: all.", SAMPLE, _P.top_k),
+    Option("min_p", float, "Keep tokens at least this share as likely as the likeliest, 0 to 1.", SAMPLE, _P.min_p),
+    Option("n", int, "Outputs a row.", SAMPLE, _P.n),
+    Option("best_of", int, "Sample this many and keep the n likeliest. Default: n.", SAMPLE),
+    Option("presence_penalty", float, "Taken off tokens seen in the output, -2 to 2.", SAMPLE, _P.presence_penalty),
+    Option("frequency_penalty", float, "Taken off for each time seen in the output, -2 to 2.", SAMPLE,
+           _P.frequency_penalty),
+    Option("repetition_penalty", float, "Divides scores of tokens seen, above 0.", SAMPLE, _P.repetition_penalty),
+    Option("stop", str, "End where this text appears (repeatable).", SAMPLE, many=True, metavar="TEXT"),
+    Option("stop_token_ids", int, "End after this token id (repeatable).", SAMPLE, many=True, metavar="ID"),
+    Option("include_stop_str_in_output", bool, "Keep the stop text in the output.", SAMPLE, "no", pair=True),
+    Option("ignore_eos", bool, "Go on after the end-of-text token.", SAMPLE, "no", pair=True),
+    Option("logprobs", int, "Log probabilities of the chosen and this many likeliest tokens; -1: all.", SAMPLE),
+    Option("prompt_logprobs", int, "The same for the prompt's tokens.", SAMPLE),
+    Option("logit_bias", str, "Add to a token's score, -100 to 100, as ID=NUMBER (repeatable).", SAMPLE, many=True,
+           metavar="ID=NUMBER"),
+    Option("bad_words", str, "Never write this text (repeatable).", SAMPLE, many=True, metavar="TEXT"),
+    Option("use_beam_search", bool, "Beam search instead of sampling.", SAMPLE, "no", pair=True),
+    Option("beam_width", int, "Beams. Default: n, at least 2.", SAMPLE),
+    Option("length_penalty", float, "Power of the length that beam scores are divided by.", SAMPLE, _P.length_penalty),
+    Option("early_stopping", Literal["true", "false", "never"], "When beams end, as in Hugging Face.", SAMPLE, "false"),
+)
+
+
+def with_options(*options: Option, config_file: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command these options; it gets the ones that were set as one mapping, `settings`, by name.
+
+    The command must take `context: typer.Context` and `settings: dict`. `config_file` adds --config.
+    """
+    known = {option.name: option for option in options}
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        own = [parameter for name, parameter in inspect.signature(command, eval_str=True).parameters.items()
+               if name != "settings"]
+
+        @functools.wraps(command)
+        def run(**values: Any) -> Any:
+            context = values["context"]
+            values.pop("config", None)
+            given = {name: values.pop(name) for name in known}
+            variables = environment_of(context).variables
+            for option in options:
+                if option.many:
+                    given[option.name] = _many(option, context, given[option.name], variables)
+            settings = {name: value for name, value in given.items() if value not in (None, [], False)
+                        or (value is False and known[name].pair)}
+            return command(**values, settings=settings)
+
+        parameters = [*own, *(option.parameter() for option in options)]
+        parameters += [config_parameter()] if config_file else []
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # how a callable says it
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        del run.__wrapped__  # type: ignore[attr-defined]  # else the old signature would be found through it
+        return run
+
+    return decorate
+
+
+def _many(option: Option, context: Any, value: list[Any] | None, variables: Mapping[str, str]) -> list[Any] | None:
+    """Repeatable options take a JSON list, or one value, from the environment."""
+    source = context.get_parameter_source(option.name)
+    text = variables.get(option.variable)
+    if not text or (source is not None and source.name == "COMMANDLINE"):
+        return value
+    if not text.startswith("["):
+        items: Any = [text]
+    else:
+        try:
+            items = json.loads(text)
+        except ValueError as fault:
+            raise UsageError(f"{option.variable} = {text!r}: must be one value or a JSON list") from fault
+    try:
+        return [option.kind(item) for item in items]
+    except ValueError as fault:
+        raise UsageError(f"{option.variable} = {text!r}: must hold values of type {option.kind.__name__}") from fault
+
+
+def run_config(settings: Mapping[str, Any], policy: str = "paged") -> RunConfig:
+    """The engine's configuration from what was set. Raises UsageError naming option, value and limit."""
+    get = settings.get
+    seed = get("seed", 0)
+    model = {name: settings[name] for name in (
+        "model", "load_format", "dtype", "device", "attention_backend", "max_model_len", "threads",
+        "tensor_parallel_size", "trust_remote_code") if name in settings}
+    cache = {new: settings[old] for old, new in (
+        ("block_size", "block_size"), ("num_kv_blocks", "num_blocks"), ("kv_cache_dtype", "dtype")) if old in settings}
+    for old, new in (("kv_cache_memory", "memory"), ("swap_space", "swap_space")):
+        if old in settings:
+            cache[new] = parse_size("--" + old.replace("_", "-"), settings[old])
+    scheduler = {name: settings[name] for name in ("max_num_seqs", "max_num_batched_tokens", "preemption")
+                 if name in settings}
+    return RunConfig(
+        model=ModelConfig(**model, seed=seed, same_bits=not get("no_same_bits", False)),
+        cache=CacheConfig(**cache, prefix_cache=not get("no_prefix_cache", False)),
+        scheduler=SchedulerConfig(**scheduler, chunked_prefill=not get("no_chunked_prefill", False)),
+        policy=policy, seed=seed)
+
+
+def sampling_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling fields that were set, as SamplingParams takes them."""
+    fields = {option.name: settings[option.name] for option in SAMPLING_OPTIONS if option.name in settings}
+    if "early_stopping" in fields:
+        word = fields["early_stopping"]
+        fields["early_stopping"] = word == "true" if word in ("true", "false") else word
+    if "logit_bias" in fields:
+        fields["logit_bias"] = _biases(fields["logit_bias"])
+    return fields
+
+
+def _biases(items: Iterable[str]) -> dict[str, float]:
+    result = {}
+    for item in items:
+        token, _, amount = item.partition("=")
+        try:
+            result[str(int(token))] = float(amount)
+        except ValueError as fault:
+            raise UsageError(f"--logit-bias {item!r}: must be a token id, = and a number") from fault
+    return result
+
+
+def parse_size(name: str, text: str) -> int:
+    """Bytes in a size such as 1048576, 512MiB or 2GB (powers of 1024 with an i, of 1000 without)."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{name} = {text!r}: must be a number of bytes, or a number with KiB, MiB, GiB, TiB, kB, MB, "
+                         "GB or TB")
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))

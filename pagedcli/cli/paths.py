@@ -1,0 +1,59 @@
+"""Where a job's output and journal lie."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pagedcli.core.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The destination of a job. `path` None is standard output; `stream`: a pipe or device, written in place.
+
+    A regular file is replaced in one rename. Its journal lies beside it as OUT.partial; that of a stream lies in the
+    temporary folder, named by what the run is, so that the same run finds it again.
+    """
+
+    path: Path | None
+    stream: bool
+
+    @property
+    def name(self) -> str:
+        return "standard output" if self.path is None else str(self.path)
+
+    def journal(self, settings: Mapping[str, Any]) -> Path:
+        if self.path is not None and not self.stream:
+            return self.path.with_name(self.path.name + ".partial")
+        digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
+        return Path(tempfile.gettempdir()) / f"pagedcli-{os.getuid()}-{digest}.partial"
+
+
+def find_target(source: str, output: str | None, overwrite: bool) -> Target:
+    """Decide on the output. Raises UsageError when it cannot be written, exists, or is the input."""
+    if output == "-" or (output is None and source == "-"):
+        return Target(None, True)
+    path = Path(output if output is not None else source.removesuffix(".jsonl") + ".out.jsonl")
+    path = Path(os.path.realpath(path))
+    if path.is_dir():
+        raise UsageError(f"--output {path} is a folder: name a file in it", "unwritable_output")
+    if not path.parent.is_dir():
+        raise UsageError(f"--output {path}: the folder {path.parent} does not exist; make it first",
+                         "unwritable_output")
+    if path.exists():
+        if not stat.S_ISREG(path.stat().st_mode):
+            return Target(path, True)
+        if source != "-" and os.path.exists(source) and os.path.samefile(source, path):
+            raise UsageError(f"--output {path} is the input itself: choose another file", "unwritable_output")
+        if not overwrite:
+            raise UsageError(f"{path} exists: use --overwrite to replace it once all rows are done, or choose another "
+                             "--output", "output_exists")
+    return Target(path, False)

@@ -1,0 +1,186 @@
+"""A batch job: rows from disk through an engine into a journal, with bounded memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from pagedcli.core.errors import ExitStatus, PagedError, RequestError
+from pagedcli.core.request import Request
+from pagedcli.core.sequence import SequenceGroup
+from pagedcli.engine.interface import Counters
+from pagedcli.execution.interface import Executor
+from pagedcli.generate.formats import parse_row, render_failure, render_result
+from pagedcli.generate.journal import Journal
+from pagedcli.generate.row import Row
+from pagedcli.generate.sampling import SamplingDefaults
+from pagedcli.generate.source import InputRows, Scan
+from pagedcli.generate.tokens import TextCodec, Tokeniser
+from pagedcli.memory.interface import Usage
+
+CHUNK_ROWS = 256
+"""Rows parsed and tokenised at a time."""
+
+QUEUE_FACTOR = 2
+"""Requests in the engine at most, as a multiple of --max-num-seqs: enough that none of its steps starves."""
+
+PROGRESS_SECONDS = 0.2
+
+
+class Serving(Protocol):
+    """The part of the engine that a job uses."""
+
+    executor: Executor
+    counters: Counters
+    max_num_seqs: int
+
+    def add(self, request: Request) -> SequenceGroup: ...
+
+    def step(self) -> list[SequenceGroup]: ...
+
+    def has_work(self) -> bool: ...
+
+    @property
+    def depth(self) -> tuple[int, int, int]: ...
+
+    def usage(self) -> Usage: ...
+
+
+class Interrupted(PagedError):
+    """The job was asked to stop; its journal is kept."""
+
+    exit_status = ExitStatus.INTERRUPTED
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a job stands. Rows count input rows, whatever n is; `kv_used` is a share of the pool (0 to 1)."""
+
+    rows: int
+    total: int
+    failed: int
+    prompt_tokens: int
+    output_tokens: int
+    seconds: float
+    kv_used: float
+    running: int
+    waiting: int
+
+
+Observer = Callable[[Progress], None]
+
+
+class Job:
+    """Runs every row that the journal does not have yet.
+
+    `run` raises Interrupted after `stop`, and whatever the engine or the disk raises; the journal then holds
+    all finished rows. Rows are parsed and tokenised CHUNK_ROWS ahead of the engine, which holds at most QUEUE_FACTOR
+    times its `max_num_seqs` requests.
+    """
+
+    def __init__(self, source: InputRows, scan: Scan, engine: Serving, codec: TextCodec | None, journal: Journal,
+                 defaults: SamplingDefaults, observer: Observer | None = None) -> None:
+        self.source = source
+        self.scan = scan
+        self.engine = engine
+        self.codec = codec
+        self.journal = journal
+        self.defaults = defaults
+        self.observer = observer
+        self.tokeniser = Tokeniser(codec, engine.executor.limits.vocab_size, defaults)
+        self.model = engine.executor.info.model
+        self._stopping = False
+        self._rows: dict[int, Row] = {}  # by index, of the requests in the engine
+        self._started = self._shown = time.perf_counter()
+
+    def stop(self) -> None:
+        """Ask `run` to end after the step it is in. Safe in a signal handler."""
+        self._stopping = True
+
+    def run(self) -> None:
+        engine, journal = self.engine, self.journal
+        most = max(QUEUE_FACTOR * engine.max_num_seqs, 2)
+        feed = self._feed()
+        exhausted = False
+        while True:
+            while not exhausted and len(self._rows) < most and not self._stopping:
+                item = next(feed, None)
+                if item is None:
+                    exhausted = True
+                else:
+                    self._submit(*item)
+            if self._stopping:
+                break
+            if engine.has_work():
+                for group in engine.step():
+                    self._finish(group)
+            elif self._rows:
+                raise AssertionError(f"the engine is idle with {len(self._rows)} requests unfinished")
+            journal.flush()
+            self._show()
+            if exhausted and not self._rows:
+                break
+        journal.flush()
+        self._show(last=True)
+        if self._stopping and not journal.complete:
+            raise Interrupted(f"stopped with {journal.finished} of {journal.rows} rows done; they are kept in "
+                              f"{journal.path}", "interrupted")
+
+    def _feed(self) -> Iterator[tuple[Row, Request | None]]:
+        """Rows still to do, each with its request unless it has a fault."""
+        repeated = self.scan.first_line_of if self.scan.repeated else None
+        wanted = (raw for raw in self.source if not self.journal.done(raw.index))
+        while chunk := list(islice(wanted, CHUNK_ROWS)):
+            rows = [parse_row(raw, repeated(raw.index) if repeated else None) for raw in chunk]
+            yield from zip(rows, self.tokeniser.requests(rows), strict=True)
+
+    def _submit(self, row: Row, request: Request | None) -> None:
+        if request is not None:
+            try:
+                self._add(row, request)
+            except RequestError as fault:
+                row.fail(fault.code, fault.message)
+            else:
+                self._rows[row.index] = row
+                return
+        self.journal.append(row.index, render_failure(row, len(row.ids or ())), ok=False)
+
+    def _add(self, row: Row, request: Request) -> None:
+        """Queue a request; a max_tokens that nobody set shrinks to what the model and the pool allow."""
+        try:
+            self.engine.add(request)
+        except RequestError:
+            if self.defaults.limited(row.settings):
+                raise
+            self.engine.add(Request(request.index, request.key, request.prompt,
+                                    self.defaults.unlimited(request.params)))
+
+    def _finish(self, group: SequenceGroup) -> None:
+        index = group.request.index
+        row = self._rows.pop(index)
+        if group.error is not None:
+            row.fail(*group.error)
+            self.journal.append(index, render_failure(row, group.prompt_len), ok=False)
+            return
+        self.journal.append(index, render_result(row, group, self.codec, self.model), ok=True)
+
+    def _show(self, last: bool = False) -> None:
+        if self.observer is None:
+            return
+        now = time.perf_counter()
+        if not last and now - self._shown < PROGRESS_SECONDS:
+            return
+        self._shown = now
+        self.observer(self.progress())
+
+    def progress(self) -> Progress:
+        counters, usage = self.engine.counters, self.engine.usage()
+        running, waiting, swapped = self.engine.depth
+        return Progress(rows=self.journal.finished, total=self.journal.rows, failed=self.journal.failed,
+                        prompt_tokens=counters.prompt_tokens, output_tokens=counters.output_tokens,
+                        seconds=time.perf_counter() - self._started, kv_used=1 - usage.free / max(usage.total, 1),
+                        running=running, waiting=waiting + swapped)
+

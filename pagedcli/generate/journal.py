@@ -1,0 +1,354 @@
+"""The crash-safe record of a job: finished rows in the order they finish, put into input order at the end.
+
+A journal is JSON Lines: a header with the settings that decide the rows, then one line a row,
+`{"index": 3, "ok": true, "row": {...}, "crc": "1c291ca3"}`. Lines are handed to the kernel once per engine step in
+which rows finished, so a killed process loses none of them; they are forced to the disk every SYNC_SECONDS and before
+the rename, so a power cut loses at most those seconds. A line that is torn or fails its checksum is cut off together
+with what follows it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import time
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pagedcli.core.errors import CannotRunError, UsageError
+from pagedcli.generate.encoding import Line
+
+FORMAT = 1
+SYNC_SECONDS = 10.0
+_CHUNK = 1 << 20
+_HEAD = re.compile(rb'\{"index": (\d+), "ok": (true|false), "row": ')
+_TAIL = re.compile(rb', "crc": "([0-9a-f]{8})"\}\n')
+_TAIL_BYTES = len(b', "crc": "01234567"}\n')
+
+Settings = Mapping[str, Any]
+
+
+class Journal:
+    """An open journal of `rows` rows. Holds 16 bytes a row, never the rows themselves.
+
+    `settings` is what the header holds and a resumed run must agree with. One process at a time: a lock is held until
+    `close`. Raises UsageError for a journal of another run (naming what differs) or of a running one, CannotRunError
+    when the disk refuses.
+    """
+
+    def __init__(self, path: Path, settings: Settings, rows: int, restart: bool = False) -> None:
+        self.path = path
+        self.rows = rows
+        self.resumed = 0
+        self.finished = 0
+        self.failed = 0
+        self.ran_on: dict[str, Any] | None = None
+        self._places = array("q", [-1]) * rows
+        self._lengths = array("q", [0]) * rows
+        self._pending: list[bytes] = []
+        self._synced = time.monotonic()
+        self._fd = _open_locked(path)
+        try:
+            self._end = self._load(json.loads(json.dumps(settings)), restart)
+        except BaseException:
+            self.close()
+            raise
+
+    def done(self, index: int) -> bool:
+        """Whether the row is in the journal."""
+        return self._places[index] >= 0
+
+    @property
+    def complete(self) -> bool:
+        return self.finished == self.rows
+
+    def confirm(self, ran_on: Settings) -> None:
+        """Note what the rows are computed on once it is known. Raises UsageError when earlier rows were computed on
+        something else: the file would mix two models' words."""
+        ours = json.loads(json.dumps(ran_on))
+        if self.ran_on is not None:
+            _refuse_differences(self.path, differences(ours, self.ran_on))
+            return
+        self.ran_on = ours
+        line = json.dumps({"ran_on": ours}).encode() + b"\n"
+        self._pending.append(line)
+        self._end += len(line)
+
+    def append(self, index: int, line: Line, ok: bool) -> None:
+        """Add a finished row (its output line, without the end). Durable after the next `flush`."""
+        head = b'{"index": %d, "ok": %s, "row": ' % (index, b"true" if ok else b"false")
+        place = self._end + len(head)
+        self._pending.append(head)
+        length = crc = 0
+        for piece in (line,) if isinstance(line, bytes) else line:
+            self._pending.append(piece)
+            length += len(piece)
+            crc = zlib.crc32(piece, crc)
+            if len(piece) >= _CHUNK:
+                self.flush()
+        self._pending.append(b', "crc": "%08x"}\n' % crc)
+        self._end = place + length + _TAIL_BYTES
+        self._note(index, place, length, ok)
+
+    def flush(self) -> None:
+        """Hand the rows added so far to the kernel."""
+        if not self._pending:
+            return
+        data = b"".join(self._pending)
+        self._pending.clear()
+        with self._disk():
+            _write_all(self._fd, data)
+            if time.monotonic() - self._synced > SYNC_SECONDS:
+                os.fsync(self._fd)
+                self._synced = time.monotonic()
+
+    def ordered(self) -> Iterator[bytes]:
+        """The output in input order, in pieces of about a mebibyte."""
+        pieces: list[bytes] = []
+        size = 0
+        for place, length in zip(self._places, self._lengths, strict=True):
+            for start in range(place, place + length, _CHUNK):
+                pieces.append(os.pread(self._fd, min(_CHUNK, place + length - start), start))
+                size += len(pieces[-1])
+                if size >= _CHUNK:
+                    yield b"".join(pieces)
+                    pieces.clear()
+                    size = 0
+            pieces.append(b"\n")
+        yield b"".join(pieces)
+
+    def publish(self, output: Path) -> None:
+        """Write `output` in input order beside itself, rename it into place at once, and remove the journal."""
+        self.flush()
+        draft = output.with_name(output.name + ".sorting")
+        with self._disk(), draft.open("wb", buffering=0) as target:
+            try:
+                for piece in self.ordered():
+                    _write_all(target.fileno(), piece)
+                os.fsync(target.fileno())
+            except BaseException:
+                draft.unlink(missing_ok=True)
+                raise
+        with self._disk():
+            os.replace(draft, output)
+            _sync_folder(output.parent)
+            self.remove()
+
+    def stream(self, target: BinaryIO) -> None:
+        """Write the output in input order to a stream, and remove the journal once it has taken everything."""
+        self.flush()
+        try:
+            for piece in self.ordered():
+                target.write(piece)
+            target.flush()
+        except OSError as fault:
+            closed = isinstance(fault, BrokenPipeError) or fault.errno == errno.EPIPE
+            what = "the output was closed before all rows were written" if closed else (
+                f"writing the output failed: {fault.strerror}")
+            raise CannotRunError(f"{what}; all {self.rows} rows are kept in {self.path}: run the same command again "
+                                 "and none is generated twice", "output_closed" if closed else "no_space") from fault
+        self.remove()
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the file; idempotent. Rows not yet flushed are flushed when the disk still takes them, and a journal
+        without any row is removed."""
+        if self._fd < 0:
+            return
+        try:
+            if not self.finished and self.rows:
+                self.remove()
+            elif self._pending:
+                _write_all(self._fd, b"".join(self._pending))
+        except OSError:
+            pass  # the failure that brought us here has been reported; those rows will be generated again
+        finally:
+            self._pending.clear()
+            os.close(self._fd)
+            self._fd = -1
+
+    # -- reading what an earlier run left -----------------------------------------------------------------------------
+
+    def _load(self, settings: Settings, restart: bool) -> int:
+        """Take over an earlier run's rows, or start anew. Returns the file's length."""
+        with os.fdopen(os.dup(self._fd), "rb", buffering=_CHUNK) as stream:
+            stream.seek(0)
+            head = b"" if restart else stream.readline(_CHUNK)
+            end = 0
+            if head and not _torn_header(head):
+                _check_header(self.path, head, settings)
+                end = self._load_rows(stream, len(head))
+        with self._disk():
+            os.ftruncate(self._fd, end)
+            os.lseek(self._fd, end, os.SEEK_SET)
+            if end == 0:
+                head = json.dumps({"pagedcli_journal": FORMAT, **settings}).encode() + b"\n"
+                _write_all(self._fd, head)
+                end = len(head)
+        self.resumed = self.finished
+        return end
+
+    def _load_rows(self, stream: BinaryIO, end: int) -> int:
+        line = stream.readline(_CHUNK)
+        self.ran_on = _ran_on(line)
+        if self.ran_on is not None:
+            end += len(line)
+            line = stream.readline(_CHUNK)
+        while head := _HEAD.match(line):
+            index, start = int(head[1]), head.end()
+            length = _checked_length(stream, line[start:])
+            if length is None or index >= self.rows or self.done(index):
+                break
+            self._note(index, end + start, length, head[2] == b"true")
+            end += start + length + _TAIL_BYTES
+            line = stream.readline(_CHUNK)
+        return end
+
+    def _note(self, index: int, place: int, length: int, ok: bool) -> None:
+        self._places[index] = place
+        self._lengths[index] = length
+        self.finished += 1
+        self.failed += not ok
+
+    def _disk(self) -> _DiskFaults:
+        return _DiskFaults(self.path, lambda: self.finished)
+
+
+class _DiskFaults:
+    """Turns a refusal of the disk into one message that says what is kept and how to go on."""
+
+    def __init__(self, path: Path, finished: Callable[[], int]) -> None:
+        self.path = path
+        self.finished = finished
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, fault: BaseException | None, trace: object) -> None:
+        if not isinstance(fault, OSError):
+            return
+        full = fault.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = "the disk is full" if full else f"the disk refused: {fault.strerror}"
+        way = "make room" if full else "mend that"
+        raise CannotRunError(f"{what} while writing beside {self.path}; the rows finished so far (up to "
+                             f"{self.finished()}) are kept there: {way} and run the same command again",
+                             "no_space" if full else "disk_error") from fault
+
+
+def differences(ours: Settings, theirs: Settings) -> list[str]:
+    """What differs between two headers, one phrase each: `name: journal's value, this run's value`."""
+    mine, other = dict(_flat(ours)), dict(_flat(theirs))
+    missing = object()
+    found = []
+    for name in sorted(mine.keys() | other.keys()):
+        if mine.get(name, missing) != other.get(name, missing):
+            found.append(f"{name}: journal {_shown(other, name)}, this run {_shown(mine, name)}")
+    return found
+
+
+def _shown(values: Mapping[str, Any], name: str) -> str:
+    return json.dumps(values[name], ensure_ascii=False) if name in values else "unset"
+
+
+def _flat(settings: Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _check_header(path: Path, head: bytes, settings: Settings) -> None:
+    try:
+        found = json.loads(head)
+        version = found.pop("pagedcli_journal")
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as fault:
+        raise UsageError(f"{path} is in the way and is not a journal of this program: move it away, or use --restart "
+                         "to write over it", "foreign_journal") from fault
+    differ = differences(settings, found)
+    if version != FORMAT:
+        differ.insert(0, f"journal format: journal {version}, this version {FORMAT}")
+    _refuse_differences(path, differ)
+
+
+def _refuse_differences(path: Path, differ: list[str]) -> None:
+    if differ:
+        raise UsageError(f"{path} holds the rows of another run, which differs in: {'; '.join(differ)}. Run again with "
+                         "those settings to go on with it, use --restart to throw its rows away, or choose another "
+                         "--output", "journal_differs")
+
+
+def _torn_header(head: bytes) -> bool:
+    """Whether the only line is a header that was cut while it was being written."""
+    start = b'{"pagedcli_journal": '
+    return not head.endswith(b"\n") and (head.startswith(start) or start.startswith(head))
+
+
+def _ran_on(line: bytes) -> dict[str, Any] | None:
+    if not (line.startswith(b'{"ran_on": ') and line.endswith(b"}\n")):
+        return None
+    try:
+        found = json.loads(line)["ran_on"]
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _checked_length(stream: BinaryIO, part: bytes) -> int | None:
+    """Length of a row whose first bytes are `part` (the rest of its line is read from `stream`), or None when the line
+    is torn or its checksum is wrong. Memory is bounded however long the line is."""
+    length = crc = 0
+    while not part.endswith(b"\n"):
+        keep = max(len(part) - _TAIL_BYTES, 0)
+        crc, length = zlib.crc32(part[:keep], crc), length + keep
+        more = stream.readline(_CHUNK)
+        if not more:
+            return None
+        part = part[keep:] + more
+    keep = len(part) - _TAIL_BYTES
+    tail = _TAIL.fullmatch(part[max(keep, 0):])
+    if tail is None or zlib.crc32(part[:keep], crc) != int(tail[1], 16):
+        return None
+    return length + keep
+
+
+def _open_locked(path: Path) -> int:
+    while True:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as fault:
+            raise UsageError(f"cannot write {path}: {fault.strerror}; choose another --output",
+                             "unwritable_output") from fault
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
+                return fd
+            os.close(fd)  # the run that held the lock ended between our open and lock, and removed the file
+        except OSError as fault:
+            os.close(fd)
+            if fault.errno in (errno.EAGAIN, errno.EACCES):
+                raise UsageError(f"another run is writing {path}: wait for it, or choose another --output",
+                                 "journal_in_use") from fault
+            raise CannotRunError(f"cannot lock {path}: {fault.strerror}", "disk_error") from fault
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view):]
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

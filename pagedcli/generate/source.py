@@ -1,0 +1,226 @@
+"""The input file of a job: rows as raw bytes, read in two passes and never held whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO
+
+import numpy as np
+
+from pagedcli.core.errors import CannotRunError, UsageError
+
+MAX_ROW_BYTES = 64 << 20
+"""Longest line that is read as a row, in bytes; a longer one becomes an error row."""
+
+_BUFFER = 1 << 20
+_BLANK = b" \t\r\n"
+_BOM = b"\xef\xbb\xbf"
+_FOREIGN = (
+    (b"\xff\xfe", "UTF-16 or UTF-32 text"), (b"\xfe\xff", "UTF-16 text"), (b"\x1f\x8b", "gzip data"),
+    (b"PAR1", "a Parquet file"), (b"PK\x03\x04", "a zip archive"), (b"\x28\xb5\x2f\xfd", "zstd data"),
+)
+
+RowId = int | str
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    """One non-blank line. `index` counts rows from 0, `line` physical lines from 1. `data` is stripped of blanks;
+    a line above MAX_ROW_BYTES is cut to one byte more than that."""
+
+    index: int
+    line: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What the first pass found. `digest` is a hash of the lines read, whatever the file's name or date.
+
+    `repeated` holds, in file order, the rows whose id an earlier row has, and `first_lines` the line of that row.
+    """
+
+    rows: int
+    size: int
+    digest: str
+    repeated: array[int]
+    first_lines: array[int]
+
+    def first_line_of(self, index: int) -> int | None:
+        """Line of the earlier row with the same id, or None."""
+        place = int(np.searchsorted(np.asarray(self.repeated), index))
+        if place < len(self.repeated) and self.repeated[place] == index:
+            return self.first_lines[place]
+        return None
+
+
+class InputRows:
+    """A JSON Lines file opened for several passes.
+
+    Lines end at `\\n` and nowhere else (U+2028, U+0085 and form feeds belong to the text). Memory: one line.
+    Raises UsageError for a file that cannot be read or is another format altogether.
+    """
+
+    def __init__(self, stream: IO[bytes], name: str, limit: int | None = None) -> None:
+        self.name = name
+        self.limit = limit
+        self._stream = stream
+        head = self._head()
+        for magic, what in _FOREIGN:
+            if head.startswith(magic):
+                raise UsageError(f"{name} is {what}; JSON Lines in UTF-8 is needed, so convert or unpack it first",
+                                 "not_utf8")
+
+    @classmethod
+    def open(cls, path: str, stdin: IO[bytes], limit: int | None = None) -> InputRows:
+        """Open `path`, or `stdin` for `-`. What cannot be rewound is spooled to a temporary file."""
+        if path == "-":
+            return cls(_spool(stdin, "standard input"), "standard input", limit)
+        try:
+            stream = open(path, "rb", buffering=_BUFFER)  # noqa: SIM115 - closed by close()
+        except OSError as fault:
+            raise UsageError(f"cannot read {path}: {fault.strerror}", "unreadable_input") from fault
+        if not stream.seekable():
+            with stream:
+                return cls(_spool(stream, path), path, limit)
+        return cls(stream, path, limit)
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def __iter__(self) -> Iterator[RawRow]:
+        index = 0
+        for line, raw in self._lines():
+            data = raw.strip(_BLANK)
+            if not data:
+                continue
+            if self.limit is not None and index >= self.limit:
+                return
+            yield RawRow(index, line, data)
+            index += 1
+
+    def scan(self) -> Scan:
+        """The first pass: count and hash the rows, and find repeated ids.
+
+        Holds 8 bytes a row, plus the repeated ids themselves. Rows without an id have their number as id.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        hashes = array("q")
+        size = undecodable = 0
+        given = False
+        for row in self:
+            data = row.data
+            size += len(data)
+            digest.update(b"%d:" % row.line)
+            digest.update(data)
+            found = row_id(data)
+            given = given or found is not None
+            hashes.append(hash(row.index if found is None else found))
+            undecodable += not _is_utf8(data)
+        if undecodable and undecodable == len(hashes):
+            raise UsageError(f"{self.name} is not UTF-8 text: none of its {undecodable} lines can be decoded",
+                             "not_utf8")
+        repeated, first_lines = self._repeated(hashes) if given else (array("q"), array("q"))
+        return Scan(len(hashes), size, digest.hexdigest(), repeated, first_lines)
+
+    def _repeated(self, hashes: array[int]) -> tuple[array[int], array[int]]:
+        """Rows that repeat an id: candidates by equal hashes, then compared exactly in one more pass."""
+        view = np.frombuffer(hashes, dtype=np.int64)
+        ordered = np.sort(view)
+        candidates = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
+        repeated, first_lines = array("q"), array("q")
+        if not candidates:
+            return repeated, first_lines
+        first: dict[RowId, int] = {}
+        for row in self:
+            if hashes[row.index] not in candidates:
+                continue
+            found = row_id(row.data)
+            key = row.index if found is None else found
+            line = first.setdefault(key, row.line)
+            if line != row.line:
+                repeated.append(row.index)
+                first_lines.append(line)
+        return repeated, first_lines
+
+    def _head(self) -> bytes:
+        try:
+            self._stream.seek(0)
+            head = self._stream.read(4)
+            self._stream.seek(0)
+        except OSError as fault:
+            raise UsageError(f"cannot read {self.name}: {fault.strerror}", "unreadable_input") from fault
+        return head
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        stream, line = self._stream, 0
+        stream.seek(0)
+        if stream.read(3) != _BOM:
+            stream.seek(0)
+        try:
+            while raw := stream.readline(MAX_ROW_BYTES + 1):
+                line += 1
+                if len(raw) > MAX_ROW_BYTES:
+                    rest = raw
+                    while rest and not rest.endswith(b"\n"):
+                        rest = stream.readline(_BUFFER)
+                yield line, raw
+        except OSError as fault:
+            raise CannotRunError(f"reading {self.name} failed at line {line + 1}: {fault.strerror}",
+                                 "unreadable_input") from fault
+
+
+def row_id(data: bytes) -> RowId | None:
+    """The explicit id of a row, or None for none or an unusable one. Most rows without are told apart unparsed."""
+    if b'id"' not in data and b"\\u" not in data:
+        return None
+    try:
+        row = json.loads(data.decode(), strict=False)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict):
+        return None
+    found = row.get("custom_id", row.get("id"))
+    return found if is_row_id(found) else None
+
+
+def is_row_id(value: object) -> bool:
+    """Whether a JSON value can be a row's id: a string of valid characters, or an integer."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return False
+        return True
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_utf8(data: bytes) -> bool:
+    if data.isascii():
+        return True
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _spool(stream: IO[bytes], name: str) -> IO[bytes]:
+    """A rewindable copy of a stream in an unnamed temporary file."""
+    spool = tempfile.TemporaryFile(buffering=_BUFFER)  # noqa: SIM115 - closed by its user
+    try:
+        shutil.copyfileobj(stream, spool, _BUFFER)
+        spool.flush()
+    except OSError as fault:
+        spool.close()
+        raise CannotRunError(f"cannot spool {name} to the temporary folder {tempfile.gettempdir()}: "
+                             f"{fault.strerror}; set TMPDIR to a folder with room", "no_space") from fault
+    spool.seek(0, os.SEEK_SET)
+    return spool
