@@ -1,0 +1,270 @@
+"""Chooses the next token of every row of a step: greedy, random, n samples at once, beams; and log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from pagedcli.core.errors import CannotRunError
+from pagedcli.core.plan import StepPlan, StepResult
+from pagedcli.core.request import Request
+from pagedcli.core.sequence import Sequence, SequenceGroup, TokenChoice
+from pagedcli.engine import row_kernels as kernels
+from pagedcli.engine.interface import Choices, Sampler
+from pagedcli.engine.logits import (
+    BadWords,
+    TokenCounts,
+    check_request,
+    encode_bad_words,
+    needs_processing,
+    process,
+)
+from pagedcli.engine.logprobs import SPILL_BYTES, PromptLogprobs, token_logprob, top_logprobs
+from pagedcli.engine.streams import StreamKey, stream_key, uniforms
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Statistics of some rows of a [rows, vocabulary] float32 array; see `row_kernels.row_stats`."""
+
+    values: np.ndarray
+    index: np.ndarray
+    status: np.ndarray
+    best: np.ndarray
+    peaks: np.ndarray
+    sums: np.ndarray
+    log_sum: np.ndarray
+
+    @classmethod
+    def of(cls, values: np.ndarray, index: Items[int]) -> _Rows:
+        count, blocks = len(index), -(-values.shape[1] // kernels.BLOCK)
+        rows = cls(values, np.array(index, np.int64), np.empty(count, np.int64), np.empty(count, np.int64),
+                   np.empty((count, blocks), np.float32), np.empty((count, blocks), np.float64),
+                   np.empty(count, np.float64))
+        if count:
+            kernels.row_stats(values, rows.index, rows.status, rows.best, rows.peaks, rows.sums, rows.log_sum)
+        return rows
+
+    def row(self, place: int) -> np.ndarray:
+        return self.values[self.index[place]]
+
+    def refuse_bad(self, owners: Items[Sequence], when: str) -> None:
+        """Raises CannotRunError for the first row that no token can be drawn from."""
+        for place in np.flatnonzero(self.status).tolist():
+            seq = owners[place]
+            fault = ("hold NaN or infinity" if self.status[place] == kernels.NOT_A_NUMBER
+                     else "allow no token (all are -inf)")
+            raise CannotRunError(
+                f"request {seq.group.request.key!r} (sequence {seq.id}, position {seq.length}): its logits {when} "
+                f"{fault}; try --dtype fp32, or check the weights" + ("" if when == "from the model" else
+                                                                     ", bad_words and min_tokens"))
+
+
+@dataclass(slots=True)
+class _Work:
+    """What one step asks for. `samplers` and `prompts` pair a logit row with its sequence."""
+
+    rows: list[int] = field(default_factory=list)
+    owners: list[Sequence] = field(default_factory=list)
+    beams: dict[int, tuple[SequenceGroup, list[tuple[int, Sequence]]]] = field(default_factory=dict)
+    prompts: list[tuple[int, Sequence, int]] = field(default_factory=list)
+
+
+class TorchSampler(Sampler):
+    """Draws from logits that an executor computed (a torch tensor on any device).
+
+    Each row is decided by itself: greedy rows take the first maximum; others invert the cumulative distribution at one
+    uniform number that is a function of (seed, request key, sample, position) only. So no choice depends on the batch.
+
+    `seed` serves requests that bring none. `eos_ids` and `tokenizer` (with `.backend`) serve min_tokens, bad words and
+    beams. `max_positions` bounds beams whose request sets no max_tokens.
+    """
+
+    def __init__(
+        self, seed: int = 0, *, eos_ids: Items[int] = (), tokenizer: Any = None, max_positions: int | None = None,
+        spill_bytes: int = SPILL_BYTES,
+    ) -> None:
+        self._seed = seed
+        self._eos_ids = tuple(eos_ids)
+        self._tokenizer = tokenizer
+        self._max_positions = max_positions
+        self._spill_bytes = spill_bytes
+        self._keys: dict[int, StreamKey] = {}
+        self._counts: dict[int, TokenCounts] = {}
+        self._bad_words: dict[tuple[str, ...], BadWords] = {(): ()}
+        self._scratch = np.empty((0, 4, 0), np.float32)
+        self._scratch_ids = np.empty((0, 0), np.int64)
+
+    def check(self, request: Request, vocab_size: int) -> None:
+        """Raises RequestError when a field does not fit this model's vocabulary or needs a tokenizer it lacks."""
+        check_request(request, vocab_size, self._tokenizer is not None)
+
+    def choose(self, plan: StepPlan, result: StepResult, sequences: Mapping[int, Sequence]) -> Choices:
+        """See `Sampler.choose`. Raises CannotRunError when logits hold NaN, naming the request."""
+        if not plan.num_logit_rows:
+            return {}
+        if result.logits is None:
+            raise CannotRunError("this executor computes no logits, so tokens cannot be sampled; use scripted tokens")
+        logits: torch.Tensor = result.logits
+        # A device's rows are brought over as they are: the same code and the same bits choose for every device.
+        values = logits.detach().to("cpu", torch.float32).contiguous().numpy()
+        work = _sort_out(plan, sequences)
+        choices: dict[int, list[TokenChoice]] = {}
+        if work.prompts:
+            self._score_prompts(values, work.prompts)
+        if work.rows:
+            self._sample(values, work.rows, work.owners, choices)
+        return choices
+
+    def forked(self, parent: int, child: int) -> None:
+        counts = self._counts.get(parent)
+        if counts is not None:
+            self._counts[child] = counts.copy()
+
+    def forget(self, seq: int) -> None:
+        self._keys.pop(seq, None)
+        self._counts.pop(seq, None)
+
+    def _score_prompts(self, values: np.ndarray, prompts: list[tuple[int, Sequence, int]]) -> None:
+        fresh = []
+        for row, seq, position in prompts:
+            group = seq.group
+            if group.prompt_logprobs is None:
+                assert group.params.prompt_logprobs is not None
+                group.prompt_logprobs = PromptLogprobs(group.request.prompt, group.params.prompt_logprobs,
+                                                       values.shape[1], self._spill_bytes)
+            if not group.prompt_logprobs.has(position):
+                fresh.append((row, seq, position))
+        stats = _Rows.of(values, [row for row, _, _ in fresh])
+        stats.refuse_bad([seq for _, seq, _ in fresh], "from the model")
+        for place, (_, seq, position) in enumerate(fresh):
+            seq.group.prompt_logprobs.put(position, stats.row(place), stats.peaks[place], float(stats.log_sum[place]))
+
+    def _sample(
+        self, values: np.ndarray, rows: list[int], owners: list[Sequence], choices: dict[int, list[TokenChoice]]
+    ) -> None:
+        raw = _Rows.of(values, rows)
+        raw.refuse_bad(owners, "from the model")
+        changed = [place for place, seq in enumerate(owners)
+                   if needs_processing(seq.group.params, seq.output_len)]
+        altered = self._altered(values, [rows[place] for place in changed], [owners[place] for place in changed])
+        where = dict(zip(changed, range(len(changed)), strict=True))
+
+        drawn: dict[int, list[int]] = {}
+        for source, stats, places in ((raw, raw, [p for p in range(len(rows)) if p not in where]),
+                                      (altered, altered, changed)):
+            jobs: list[tuple[int, int, int]] = []  # (place among all rows, place in stats, sample)
+            for place in places:
+                seq, at = owners[place], where.get(place, place)
+                if seq.group.params.greedy:
+                    drawn[place] = [int(stats.best[at])]
+                else:
+                    jobs += [(place, at, sample) for sample in _samples(seq)]
+            if jobs:
+                self._draw(source, jobs, owners, drawn)
+        for place, seq in enumerate(owners):
+            tokens = drawn[place]
+            count = len(tokens)
+            wanted = seq.group.params.logprobs
+            log_sum, row = float(raw.log_sum[place]), raw.row(place)
+            choices[seq.id] = [
+                TokenChoice(
+                    seq.id, token, token_logprob(row[token], log_sum),
+                    None if wanted is None else top_logprobs(row, raw.peaks[place], log_sum, wanted, token),
+                    sample if count > 1 else None)
+                for sample, token in enumerate(tokens)]
+
+    def _altered(self, values: np.ndarray, rows: list[int], owners: list[Sequence]) -> _Rows:
+        """Processed copies of some rows, with their statistics."""
+        copies = values[rows]
+        if rows:
+            process(torch.from_numpy(copies), owners, [self._history(seq) for seq in owners],
+                    [self._words(seq) for seq in owners], self._eos_ids)
+        stats = _Rows.of(copies, range(len(rows)))
+        stats.refuse_bad(owners, "after logit_bias, bad_words, min_tokens and penalties")
+        return stats
+
+    def _draw(
+        self, rows: _Rows, jobs: list[tuple[int, int, int]], owners: list[Sequence], drawn: dict[int, list[int]]
+    ) -> None:
+        seqs = [owners[place] for place, _, _ in jobs]
+        params = [seq.group.params for seq in seqs]
+        at = np.array([at for _, at, _ in jobs], np.int64)
+        tokens = np.empty(len(jobs), np.int64)
+        uniform = uniforms([self._key(seq) for seq in seqs], [sample for _, _, sample in jobs],
+                           [seq.output_len for seq in seqs])
+        scratch, ids = self._room(rows.values.shape[1])
+        kernels.draw_rows(
+            rows.values, rows.index[at], at, rows.best, rows.peaks, rows.sums,
+            np.array([item.temperature for item in params], np.float64),
+            np.array([item.top_k for item in params], np.int64), np.array([item.top_p for item in params], np.float64),
+            np.array([item.min_p for item in params], np.float64), uniform, scratch, ids, tokens)
+        for (place, _, _), token in zip(jobs, tokens.tolist(), strict=True):
+            drawn.setdefault(place, []).append(token)
+
+    def _room(self, width: int) -> tuple[np.ndarray, np.ndarray]:
+        threads = numba.get_num_threads()
+        if self._scratch.shape != (threads, 4, width):
+            self._scratch = np.empty((threads, 4, width), np.float32)
+            self._scratch_ids = np.empty((threads, width), np.int64)
+        return self._scratch, self._scratch_ids
+
+    def _key(self, seq: Sequence) -> StreamKey:
+        key = self._keys.get(seq.id)
+        if key is None:
+            seed = seq.group.params.seed
+            key = stream_key(self._seed if seed is None else seed, seq.group.request.key)
+            self._keys[seq.id] = key
+        return key
+
+    def _history(self, seq: Sequence) -> TokenCounts | None:
+        """Counts up to date for a penalised sequence; rebuilt when missing."""
+        if not seq.group.params.penalised:
+            return None
+        counts = self._counts.get(seq.id)
+        if counts is None or counts.taken > seq.output_len:
+            counts = TokenCounts(np.unique(np.array(seq.group.request.prompt, np.int64)))
+            self._counts[seq.id] = counts
+        counts.take(seq.tokens[seq.prompt_len + counts.taken:])
+        return counts
+
+    def _words(self, seq: Sequence) -> BadWords:
+        words = seq.group.params.bad_words
+        if words not in self._bad_words:
+            self._bad_words[words] = encode_bad_words(self._tokenizer.backend, words)
+        return self._bad_words[words]
+
+
+def _samples(seq: Sequence) -> range:
+    """Sample numbers to draw for a row: all of them when the prompt's only sequence starts a shared group."""
+    group = seq.group
+    count = group.params.samples
+    if count > 1 and seq.output_len == 0 and len(group.live) == 1:
+        return range(count)
+    return range(seq.sample, seq.sample + 1)
+
+
+def _sort_out(plan: StepPlan, sequences: Mapping[int, Sequence]) -> _Work:
+    """Which logit row is whose, and for what."""
+    work, row = _Work(), 0
+    for item in plan.slices:
+        if not item.logit_rows:
+            continue
+        seq = sequences[item.seq]
+        params = seq.group.params
+        end = item.start + len(item.tokens)
+        if params.prompt_logprobs is not None:
+            first = end - item.logit_rows + 1  # the position that this slice's first logit row predicts
+            work.prompts += [(row + position - first, seq, position)
+                             for position in range(max(first, 1), min(end + 1, seq.prompt_len))]
+        row += item.logit_rows
+        if end == seq.length:
+            work.rows.append(row - 1)
+            work.owners.append(seq)
+    return work
