@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count as counting
 
 import numpy as np
@@ -22,6 +23,7 @@ DEFAULT_REQUESTS = 1000
 """Requests of a synthetic set when no number is asked for (it has no end of its own)."""
 
 _MAX_EMPTY_DRAWS = 50
+_PARENTS_TRIED = 8
 
 
 def model_of(spec: WorkloadSpec, paper_means: bool) -> LengthModel:
@@ -68,12 +70,13 @@ def pair_rows(spec: WorkloadSpec, count: int, seed: int, options: WorkloadOption
 def trace_rows(spec: WorkloadSpec, count: int, seed: int, options: WorkloadOptions) -> list[Row]:
     """Rows of a trace-like set: arrival times from gamma gaps, and Mooncake's shared blocks."""
     sample = load_sample(spec.sample)
-    rows = pair_rows(spec, count, seed, options, False)
+    sessions = sample.get("sessions")
+    # Text cannot share blocks as the hashes say, so a set with hashes has none.
+    rows = pair_rows(spec, count, seed, replace(options, text=False) if sessions else options, False)
     times: Times = Gamma(sample["arrivals"]["rate"], sample["arrivals"]["burstiness"]).deadlines(len(rows), seed)
     times = times - times[0] if len(times) else times
-    sessions = sample.get("sessions")
     hashes = _shared_blocks(rows, sessions, seed) if sessions else [()] * len(rows)
-    return [Row(row.where, prompt=None if sessions else row.prompt, prompt_len=row.prompt_len,
+    return [Row(row.where, prompt=row.prompt, prompt_len=row.prompt_len,
                 output_len=row.output_len, arrival=float(t), block_hashes=h)
             for row, t, h in zip(rows, times, hashes, strict=True)]
 
@@ -81,7 +84,8 @@ def trace_rows(spec: WorkloadSpec, count: int, seed: int, options: WorkloadOptio
 def _shared_blocks(rows: list[Row], sessions: dict[str, float], seed: int) -> list[tuple[int, ...]]:
     """Block ids as in Mooncake's trace: all prompts share the first block, some go on from an earlier prompt.
 
-    Such a continuation takes over every full block of a random earlier prompt that is shorter than itself.
+    Such a continuation takes over every full block of an earlier prompt: the longest of a few random ones that are
+    shorter than itself, as a question adds little to the history that it goes on from.
     """
     rng = generator(seed, Purpose.CONVERSATIONS)
     shared = int(sessions["shared_blocks"])
@@ -91,10 +95,10 @@ def _shared_blocks(rows: list[Row], sessions: dict[str, float], seed: int) -> li
         need = -(-row.prompt_len // MOONCAKE_BLOCK)
         ids = list(range(min(shared, need)))
         if found and rng.random() < sessions["continued"]:
-            parent = int(rng.integers(len(found)))
-            full = rows[parent].prompt_len // MOONCAKE_BLOCK
-            if shared < full < need:
-                ids = list(found[parent][:full])
+            tries = [int(i) for i in rng.integers(len(found), size=_PARENTS_TRIED)]
+            full, parent = max(((f, i) for i in tries
+                                if shared < (f := rows[i].prompt_len // MOONCAKE_BLOCK) < need), default=(0, 0))
+            ids = list(found[parent][:full]) if full else ids
         ids += [next(fresh) for _ in range(need - len(ids))]
         found.append(tuple(ids))
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 
 from pagedcli.workloads.readers import Format, Parser, Record, Row
 
@@ -13,6 +13,8 @@ MOONCAKE_BLOCK = 512
 
 def _named(record: Record, lower: str) -> str:
     """The record's own spelling of a field known by its lower-case name."""
+    if lower in record.data:
+        return lower
     return next((str(key) for key in record.data if str(key).strip().lower() == lower), lower)
 
 
@@ -25,10 +27,12 @@ def _azure(record: Record) -> Row:
     field = _named(record, "timestamp")
     text = record.text(field)
     try:
-        moment = datetime.fromisoformat(text).timestamp()
+        moment = datetime.fromisoformat(text)
     except ValueError:
         raise record.fault(f"field {field!r} = {text!r}: must be a date and time like 2023-11-16 18:15:46.68") from None
-    return _lengths(record, "contexttokens", "generatedtokens", moment)
+    # Without a zone of its own a time is UTC: a local zone could jump by an hour within the trace.
+    seconds = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    return _lengths(record, "contexttokens", "generatedtokens", seconds)
 
 
 def _burstgpt(record: Record) -> Row:

@@ -70,7 +70,8 @@ def _print_list(rows: list[dict[str, Any]]) -> None:
     for column in ("workload", "prompt mean", "median", "p99", "output mean", "median", "p99", "found here"):
         table.add_column(column, justify="left" if column in ("workload", "found here") else "right")
     for row in rows:
-        cells = [_short(row["shipped"][side][key]) for side in ("prompt", "output") for key in ("mean", "median", "p99")]
+        shipped = row["shipped"]
+        cells = [_short(shipped[side][key]) for side in ("prompt", "output") for key in ("mean", "median", "p99")]
         table.add_row(row["name"], *cells, "Hugging Face cache" if row["cached"] else "synthetic set only")
     console.print(table)
     for row in rows:
