@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -31,7 +32,7 @@ class TokenChoice:
     seq: int
     token: int
     logprob: float = 0.0
-    top: tuple[tuple[int, float], ...] | None = None
+    top: Items[tuple[int, float]] | None = None
     sample: int | None = None
 
 
@@ -102,8 +103,8 @@ class SequenceGroup:
     latest (max_tokens, or what model and pool leave room for). Times are seconds on the engine's clock.
     """
 
-    __slots__ = ("beam", "cached_tokens", "done", "error", "finished_at", "first_token_at", "live", "max_output", "order",
-                 "preemptions", "prompt_logprobs", "request", "scheduled_at", "status", "token_times")
+    __slots__ = ("beam", "cached_tokens", "done", "error", "finished_at", "first_token_at", "live", "max_output",
+                 "order", "preemptions", "prompt_logprobs", "request", "scheduled_at", "status", "token_times")
 
     def __init__(self, request: Request, order: int) -> None:
         self.request = request

@@ -23,7 +23,8 @@ StepObserver = Callable[[StepPlan, StepResult, Usage], None]
 class Engine:
     """Serves requests step by step. Made by `build.build_engine`; not thread-safe.
 
-    `max_model_len`: tokens of prompt plus output that one sequence may have.
+    `max_model_len`: tokens of prompt plus output that one sequence may have. `on_step`, when set, sees every step that
+    ran, with the memory's use during it (before finished sequences leave).
     """
 
     def __init__(self, *, scheduler: Scheduler, executor: Executor, sampler: Sampler, memory: MemoryPolicy,
@@ -39,11 +40,12 @@ class Engine:
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self.tokenizer = tokenizer
-        self._arrivals = 0
         self.on_step: StepObserver | None = None
+        self._arrivals = 0
 
     def add(self, request: Request) -> SequenceGroup:
         """Queue a request. Raises RequestError, with the numbers, for one that can never run here."""
+        self.sampler.check(request, self.executor.limits.vocab_size)
         group = SequenceGroup(request, self._arrivals)
         group.max_output = self._output_limit(group)
         self._arrivals += 1

@@ -46,6 +46,10 @@ class Sampler(ABC):
         """Choices for every slice whose last token was computed in this step and is its sequence's last token
         (`slice.start + len(slice.tokens) == sequence.length`). Fills `group.prompt_logprobs` from prompt rows."""
 
+    def check(self, request: Request, vocab_size: int) -> None:
+        """Raises RequestError for a request whose fields this sampler or model cannot serve."""
+        del request, vocab_size
+
     def forked(self, parent: int, child: int) -> None:
         """A child sequence now exists with the parent's history."""
         del parent, child

@@ -1,0 +1,140 @@
+"""The only place that turns a RunConfig into objects. A new memory system is one line in `_MEMORIES`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pagedcli.core.clock import Clock, WallClock
+from pagedcli.core.config import RunConfig
+from pagedcli.core.errors import UsageError
+from pagedcli.engine.engine import Engine
+from pagedcli.engine.interface import Counters, Sampler, Scheduler, TextState
+from pagedcli.engine.lifecycle import Lifecycle
+from pagedcli.engine.preemption import recovery_policy
+from pagedcli.engine.scheduler import IterationScheduler
+from pagedcli.engine.scripted import ScriptedSampler
+from pagedcli.engine.static_scheduler import StaticScheduler
+from pagedcli.engine.trace import TracingExecutor
+from pagedcli.execution.interface import Executor, ExecutorLimits
+from pagedcli.execution.null_executor import NullExecutor
+from pagedcli.memory.budget import TokenBudgetMemory
+from pagedcli.memory.contiguous import ContiguousMemory
+from pagedcli.memory.interface import MemoryPolicy
+from pagedcli.memory.paged import PagedMemory
+from pagedcli.memory.static import StaticBatchMemory
+
+NULL_MODEL = "null"
+NULL_BLOCKS = 1 << 16
+NULL_POSITIONS = 1 << 14
+
+Say = Callable[[str], None]
+MemoryMaker = Callable[[RunConfig, ExecutorLimits, int], MemoryPolicy]
+
+
+def _paged(config: RunConfig, limits: ExecutorLimits, max_len: int) -> MemoryPolicy:
+    del max_len
+    return PagedMemory(limits.num_blocks, limits.block_size, host_blocks=limits.host_blocks,
+                       watermark=config.cache.watermark, prefix_cache=config.cache.prefix_cache)
+
+
+_MEMORIES: dict[str, MemoryMaker] = {
+    "paged": _paged,
+    "orca-oracle": lambda _, at, most: ContiguousMemory(at.num_blocks, at.block_size, max_len=most, reserve="oracle"),
+    "orca-pow2": lambda _, at, most: ContiguousMemory(at.num_blocks, at.block_size, max_len=most, reserve="pow2"),
+    "orca-max": lambda _, at, most: ContiguousMemory(at.num_blocks, at.block_size, max_len=most, reserve="max"),
+    "tgi": lambda _, at, most: TokenBudgetMemory(at.num_blocks, at.block_size, max_len=most),
+    "fastertransformer": lambda _, at, most: StaticBatchMemory(at.num_blocks, at.block_size, max_len=most),
+}
+
+
+def build_engine(config: RunConfig, *, clock: Clock | None = None, executor: Executor | None = None,
+                 sampler: Sampler | None = None, tokenizer: Any = None, record_times: bool = False,
+                 progress: Say | None = None, trace: Path | None = None) -> Engine:
+    """An engine for `config`.
+
+    `executor` (with its `tokenizer`) may be shared by several engines one after another, so that weights load once;
+    `sampler` replaces the one that reads logits. `progress` gets a line before slow work; `trace` logs every step plan.
+    Raises UsageError or CannotRunError.
+    """
+    if config.policy not in _MEMORIES:
+        raise UsageError(f"--policy = {config.policy!r} has no engine of its own; one of {', '.join(_MEMORIES)} has")
+    if executor is None:
+        executor, tokenizer = load(config, progress)
+    if trace is not None:
+        executor = TracingExecutor(executor, trace)
+    limits = executor.limits
+    max_len = min(limits.max_positions, config.model.max_model_len or limits.max_positions)
+    memory = _MEMORIES[config.policy](config, limits, max_len)
+    eos_ids = frozenset(tokenizer.eos_ids) if tokenizer is not None else frozenset()
+    if sampler is None:
+        sampler = _sampler(config, executor, tokenizer, eos_ids, max_len)
+    counters = Counters()
+    text = _text(tokenizer)
+    lifecycle = Lifecycle(memory, sampler, text, eos_ids, record_times)
+    scheduler, seats = _scheduler(config, memory, lifecycle, counters)
+    return Engine(scheduler=scheduler, executor=executor, sampler=sampler, memory=memory, lifecycle=lifecycle,
+                  clock=clock or WallClock(), counters=counters, max_model_len=max_len, max_num_seqs=seats,
+                  tokenizer=tokenizer)
+
+
+def load(config: RunConfig, progress: Say | None = None) -> tuple[Executor, Any]:
+    """The executor and tokenizer that a config asks for; this is where weights are read."""
+    if config.model.model == NULL_MODEL:
+        return _null(config)
+    started = time.perf_counter()
+    from pagedcli.execution.model_hub import resolve_model
+    from pagedcli.execution.tokenizer import load_tokenizer
+    from pagedcli.execution.torch_executor import load_executor
+
+    imported = time.perf_counter()
+    source = resolve_model(config.model, progress)
+    tokenizer = load_tokenizer(source, trust_remote_code=config.model.trust_remote_code)
+    executor = load_executor(source, config.model, config.cache)
+    spent = {"import": imported - started, **executor.info.load_seconds}
+    executor.info = replace(executor.info, load_seconds=spent)
+    return executor, tokenizer
+
+
+def _null(config: RunConfig) -> tuple[Executor, Any]:
+    from pagedcli.execution.null_tokenizer import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    cache = config.cache
+    positions = config.model.max_model_len or NULL_POSITIONS
+    limits = ExecutorLimits(num_blocks=cache.num_blocks or NULL_BLOCKS, host_blocks=NULL_BLOCKS,
+                            block_size=cache.block_size, max_positions=positions, vocab_size=tokenizer.vocab_size,
+                            bytes_per_block=cache.block_size)
+    return NullExecutor(limits), tokenizer
+
+
+def _sampler(config: RunConfig, executor: Executor, tokenizer: Any, eos_ids: frozenset[int], max_len: int) -> Sampler:
+    if config.model.model == NULL_MODEL:
+        return ScriptedSampler(executor.limits.vocab_size)
+    from pagedcli.engine.sampler import TorchSampler
+
+    return TorchSampler(config.seed, eos_ids=sorted(eos_ids), tokenizer=tokenizer, max_positions=max_len)
+
+
+def _text(tokenizer: Any) -> TextState | None:
+    if tokenizer is None:
+        return None
+    from pagedcli.engine.text import IncrementalText
+
+    return IncrementalText(tokenizer)
+
+
+def _scheduler(config: RunConfig, memory: MemoryPolicy, lifecycle: Lifecycle,
+               counters: Counters) -> tuple[Scheduler, int]:
+    """The scheduler that goes with a memory system, and the most sequences it can run at once."""
+    if isinstance(memory, StaticBatchMemory):
+        static = StaticScheduler(config.scheduler, memory, lifecycle, counters)
+        return static, static.sequence_cap
+    # Only paged memory can take a prompt in pieces: the systems it is compared with computed prompts whole.
+    settings = config.scheduler if memory.shares_prompt else replace(config.scheduler, chunked_prefill=False)
+    recovery = recovery_policy(settings.preemption)
+    iteration = IterationScheduler(settings, memory, lifecycle, recovery, counters)
+    return iteration, iteration.sequence_cap
