@@ -14,11 +14,11 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from tests.memory.memory_kit import Store, compute, fork, make_group
 
 from pagedcli.core.sequence import Sequence, SequenceGroup
 from pagedcli.memory.interface import Verdict
 from pagedcli.memory.paged import PagedMemory
+from tests.memory.memory_kit import Store, compute, fork, make_group
 
 DONE: Counter[str] = Counter()
 PICK = st.integers(0, 1_000)
