@@ -123,7 +123,8 @@ def build_layout(plan: StepPlan, block_size: int, pad_to: int = 1) -> BatchLayou
 class AttentionBackend(ABC):
     """Writes keys and values into blocks and attends over them.
 
-    One backend serves one model: `bind` is called once with the layout and the pool before any step.
+    One backend serves one model: `bind` gives it the layout and the pool before any step. It is called again to change
+    to another pool of the same layout (the load-time probe has a small one of its own).
     """
 
     name: str

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from pagedcli.attention.interface import AttentionBackend, LayerSpec
 from pagedcli.core.errors import CannotRunError, PagedError
-from pagedcli.execution.families import check_family, position_limit
+from pagedcli.execution.families import check_family
 from pagedcli.execution.hook import HOOK_NAME, Observer, PagedRun, running
 from pagedcli.execution.model_hub import ModelSource
 from pagedcli.execution.quiet import quiet_transformers
@@ -95,18 +95,33 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
-def load_decoder(source: ModelSource, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool = False,
-                 seed: int = 0) -> HFDecoder:
+def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The model's config with its type's defaults filled in.
+
+    CannotRunError for types that cannot run (by name and reason), unknown types, and configs that need trust.
+    """
+    raw = source.read_config()
+    check_family(raw)
+    try:
+        with quiet_transformers():
+            config = _config(source, raw, trust_remote_code)
+    except PagedError:
+        raise
+    except Exception as fault:  # config classes raise what they like
+        raise _unloadable(source, raw.get("model_type"), fault) from fault
+    check_family(config.to_dict())
+    return config
+
+
+def load_decoder(source: ModelSource, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *,
+                 trust_remote_code: bool = False, seed: int = 0) -> HFDecoder:
     """Load weights (or draw dummy ones) and find out what each attention layer needs.
 
     CannotRunError names the model type and why it cannot run, or what the loader said.
     """
-    raw = source.read_config()
-    check_family(raw)
-    model_type = str(raw.get("model_type"))
+    model_type = config.model_type
     try:
         with quiet_transformers(), torch.inference_mode():
-            config = _config(source, raw, trust_remote_code)
             if source.dummy:
                 module = random_model(config, dtype, device, seed)
             else:
@@ -123,10 +138,13 @@ def load_decoder(source: ModelSource, dtype: torch.dtype, device: torch.device, 
         raise CannotRunError(f"{source.name}: not enough memory on {device} for the weights",
                              "out_of_memory") from fault
     except Exception as fault:  # loaders and models raise what they like; to a user each means that it does not load
-        reason = str(fault).strip().split("\n")[0]
-        raise CannotRunError(f"{source.name} (type {model_type!r}) could not be loaded with transformers "
-                             f"{transformers.__version__}: {type(fault).__name__}: {reason}",
-                             "model_unloadable") from fault
+        raise _unloadable(source, model_type, fault) from fault
+
+
+def _unloadable(source: ModelSource, model_type: object, fault: Exception) -> CannotRunError:
+    reason = str(fault).strip().split("\n")[0]
+    return CannotRunError(f"{source.name} (type {model_type!r}) could not be loaded with transformers "
+                          f"{transformers.__version__}: {type(fault).__name__}: {reason}", "model_unloadable")
 
 
 def _config(source: ModelSource, raw: Mapping[str, Any], trust: bool) -> PretrainedConfig:
@@ -182,11 +200,6 @@ def fill_repeating(target: torch.Tensor, source: torch.Tensor, offset: int) -> N
         target[at:at + len(source)] = source
     at = done + whole * len(source)
     target[at:] = source[:len(target) - at]
-
-
-def model_positions(source: ModelSource, asked: int | None) -> tuple[int, str | None]:
-    """Longest sequence the model can serve, and a note when that is less than it claims (see position_limit)."""
-    return position_limit(source.read_config(), asked)
 
 
 def scaled_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
+
 import torch
 
-from pagedcli.attention.backends import make_backend
-from pagedcli.attention.interface import KVLayout
+from pagedcli.attention.interface import AttentionBackend, KVLayout
 from pagedcli.core.errors import CannotRunError
 from pagedcli.core.plan import Slice, StepPlan
 from pagedcli.execution.flat_batch import flatten, forward
@@ -21,18 +23,33 @@ ours does not, hence the room; a model that is not understood lands near 1."""
 FP8_TOLERANCE = 0.25
 
 
-def probe(decoder: HFDecoder, backend_name: str, cache_dtype: torch.dtype, block_size: int, name: str) -> float:
-    """Run two sequences in mixed chunks over scattered blocks and compare all logits with eager attention.
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """Relative error of the logits, and seconds spent on compiling and on the trial itself."""
 
-    Returns the relative error. CannotRunError names the layer that the backend cannot run, or the size of the
-    disagreement. Uses a backend and a pool of its own, so it can run before the pool is sized.
-    """
-    backend = make_backend(backend_name)
+    error: float
+    compile_seconds: float
+    seconds: float
+
+
+def check_layers(decoder: HFDecoder, backend: AttentionBackend, cache_dtype: torch.dtype, block_size: int,
+                 name: str) -> None:
+    """CannotRunError names the first layer that the backend cannot run, and why."""
     for place, spec in enumerate(decoder.specs):
         reason = backend.supports(spec, cache_dtype, block_size)
         if reason is not None:
-            raise CannotRunError(f"{name}: the {backend_name} attention backend cannot run layer {place}: {reason}",
+            raise CannotRunError(f"{name}: the {backend.name} attention backend cannot run layer {place}: {reason}",
                                  "layer_unsupported")
+
+
+def probe(decoder: HFDecoder, backend: AttentionBackend, cache_dtype: torch.dtype, block_size: int,
+          name: str) -> ProbeResult:
+    """Run two sequences in mixed chunks over scattered blocks and compare all logits with eager attention.
+
+    CannotRunError names the layer that the backend cannot run, or the size of the disagreement. Binds the backend to
+    a small pool of its own, so that it can run before the real one is sized; bind it to that afterwards.
+    """
+    check_layers(decoder, backend, cache_dtype, block_size, name)
     layout = KVLayout(decoder.specs, block_size)
     widths = [-(-length // block_size) for length in LENGTHS]
     pool = torch.zeros((sum(widths), layout.block_elements), dtype=cache_dtype, device=decoder.device)
@@ -46,10 +63,13 @@ def probe(decoder: HFDecoder, backend_name: str, cache_dtype: torch.dtype, block
         for table, width in zip(tables, widths, strict=True):
             if depth < width:
                 table.append(next(free))
+    began = time.perf_counter()
+    backend.bind(layout, pool)
+    backend.warm_up(decoder.specs, decoder.dtype)
+    compiled = time.perf_counter()
+    decoder.attach(backend)
     # A causal model's rows do not see what follows them, so the shorter sequence's padding does no harm here.
     expected = decoder.eager(ids)
-    backend.bind(layout, pool)
-    decoder.attach(backend)
     done = [0] * len(LENGTHS)
     worst = 0.0
     for cut in CUTS:
@@ -64,4 +84,4 @@ def probe(decoder: HFDecoder, backend_name: str, cache_dtype: torch.dtype, block
         raise CannotRunError(f"{name}: logits over the paged cache differ from the model's own by {worst:.2g} "
                              f"(relative, limit {limit:g}), so its attention does something that paging does not",
                              "model_unsupported")
-    return worst
+    return ProbeResult(worst, compiled - began, time.perf_counter() - compiled)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import torch
 
@@ -12,8 +11,9 @@ from pagedcli.attention.interface import AttentionBackend, KVLayout
 from pagedcli.core.config import CacheConfig, ModelConfig
 from pagedcli.core.plan import StepPlan, StepResult
 from pagedcli.execution.decoder import Decoder
+from pagedcli.execution.families import position_limit
 from pagedcli.execution.flat_batch import flatten, forward
-from pagedcli.execution.hf_model import load_decoder, model_positions, pick_device, pick_dtype
+from pagedcli.execution.hf_model import load_config, load_decoder, pick_device, pick_dtype
 from pagedcli.execution.interface import Executor, ExecutorInfo, ExecutorLimits
 from pagedcli.execution.kv_store import KVStore, dtype_name, kv_dtype, size_pool
 from pagedcli.execution.model_hub import ModelSource
@@ -63,8 +63,7 @@ class TorchExecutor(Executor):
         self.store.close()
 
 
-def load_executor(source: ModelSource, model: ModelConfig, cache: CacheConfig,
-                  loaded: Callable[[float], None] | None = None) -> TorchExecutor:
+def load_executor(source: ModelSource, model: ModelConfig, cache: CacheConfig) -> TorchExecutor:
     """Load the model of `source`, try it against eager attention, make its pool and compile its kernels.
 
     `info.load_seconds` tells load, probe and compile apart. Raises CannotRunError or UsageError (see
@@ -76,25 +75,22 @@ def load_executor(source: ModelSource, model: ModelConfig, cache: CacheConfig,
         torch.set_num_threads(model.threads)
     dtype = pick_dtype(model.dtype, device)
     backend_name = model.attention_backend if model.attention_backend != "auto" else device.type
-    max_positions, position_note = model_positions(source, model.max_model_len)
-    decoder = load_decoder(source, dtype, device, trust_remote_code=model.trust_remote_code, seed=model.seed)
+    config = load_config(source, trust_remote_code=model.trust_remote_code)
+    max_positions, position_note = position_limit(config.to_dict(), model.max_model_len)
+    decoder = load_decoder(source, config, dtype, device, trust_remote_code=model.trust_remote_code, seed=model.seed)
     weights_at = time.perf_counter()
-    if loaded is not None:
-        loaded(weights_at - started)
     with torch.inference_mode():
         backend = make_backend(backend_name)
         cache_dtype = kv_dtype(cache.dtype, dtype)
         layout = KVLayout(decoder.specs, cache.block_size)
-        compile_seconds = backend.warm_up(decoder.specs, cache_dtype)
-        compiled_at = time.perf_counter()
-        error = probe(decoder, backend_name, cache_dtype, cache.block_size, source.name)
+        trial = probe(decoder, backend, cache_dtype, cache.block_size, source.name)
         probed_at = time.perf_counter()
         size = size_pool(layout, cache_dtype, cache, device, max_positions)
         store = KVStore(layout, cache_dtype, size, device)
         backend.bind(layout, store.pool)
         decoder.attach(backend)
     notes = [*source.notes, f"KV pool: {size.num_blocks:,} blocks of {cache.block_size} tokens ({size.note})",
-             f"attention probe: relative error {error:.2g} against eager"]
+             f"attention probe: relative error {trial.error:.2g} against eager"]
     if position_note:
         notes.append(position_note)
     limits = ExecutorLimits(num_blocks=size.num_blocks, host_blocks=size.host_blocks, block_size=cache.block_size,
@@ -103,6 +99,6 @@ def load_executor(source: ModelSource, model: ModelConfig, cache: CacheConfig,
     info = ExecutorInfo(
         model=source.name, device=device.type, dtype=dtype_name(dtype), kv_dtype=dtype_name(cache_dtype),
         attention=backend_name, threads=torch.get_num_threads(), notes=tuple(notes),
-        load_seconds={"load": weights_at - started, "compile": max(compile_seconds, compiled_at - weights_at),
-                      "probe": probed_at - compiled_at, "pool": time.perf_counter() - probed_at})
+        load_seconds={"load": weights_at - started, "compile": trial.compile_seconds, "probe": trial.seconds,
+                      "pool": time.perf_counter() - probed_at})
     return TorchExecutor(decoder, backend, store, limits, info)
