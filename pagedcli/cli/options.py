@@ -157,7 +157,7 @@ def with_options(*options: Option, config_file: bool = False) -> Callable[[Calla
         parameters += [config_parameter()] if config_file else []
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # how a callable says it
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        del run.__wrapped__  # type: ignore[attr-defined]  # else the old signature would be found through it
+        del run.__wrapped__  # else the old signature would be found through it
         return run
 
     return decorate

@@ -1,0 +1,117 @@
+"""Reading rows: line ends, marks, blanks, limits, repeated ids."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from pagedcli.core.errors import UsageError
+from pagedcli.generate import source as module
+from pagedcli.generate.formats import parse_row
+from pagedcli.generate.source import InputRows
+from tests.generate.fake_engine import lines
+
+
+def read(data: bytes, limit: int | None = None) -> InputRows:
+    return InputRows(io.BytesIO(data), "test", limit)
+
+
+def test_lines_end_at_newline_alone() -> None:
+    texts = ["a\u2028b", "a\u2029b", "a\u0085b", "a\x0bb", "a\x1cb"]
+    data = lines(*({"prompt": text} for text in texts)) + b'{"prompt": "a\x0cb"}\n'
+    rows = [parse_row(raw) for raw in read(data)]
+    assert [row.text for row in rows] == [*texts, "a\x0cb"]
+    assert all(row.error is None for row in rows)
+
+
+def test_mark_blanks_and_line_numbers() -> None:
+    data = b'\xef\xbb\xbf{"prompt": "a"}\r\n\n  \t\r\n{"prompt": "b"}'
+    found = [(raw.index, raw.line, raw.data) for raw in read(data)]
+    assert found == [(0, 1, b'{"prompt": "a"}'), (1, 4, b'{"prompt": "b"}')]
+
+
+def test_limit_reads_no_further() -> None:
+    source = read(lines(*({"prompt": str(i)} for i in range(5))), limit=3)
+    assert source.scan().rows == len(list(source)) == 3
+
+
+@pytest.mark.parametrize(("data", "what"), [
+    ("x".encode("utf-16"), "UTF-16"), (b"\x1f\x8b\x08\x00", "gzip"), (b"PAR1abc", "Parquet"), (b"PK\x03\x04", "zip"),
+])
+def test_other_formats_are_named(data: bytes, what: str) -> None:
+    with pytest.raises(UsageError, match=what):
+        read(data)
+
+
+def test_no_line_in_utf8_is_a_fault_of_the_file() -> None:
+    with pytest.raises(UsageError, match="none of its 2 lines"):
+        read("Grüße\nÄpfel\n".encode("latin-1")).scan()
+    assert read("Grüße\n".encode("latin-1") + b'{"prompt": "ok"}\n').scan().rows == 2
+
+
+def test_repeated_ids_name_the_first_line() -> None:
+    scan = read(lines({"prompt": "0", "id": "a"}, "", {"prompt": "1", "id": 7}, {"prompt": "2", "id": "a"},
+                      {"prompt": "3", "id": "7"}, {"custom_id": "a"}, {"prompt": "5", "id": 7})).scan()
+    assert {index: scan.first_line_of(index) for index in range(6)} == {0: None, 1: None, 2: 1, 3: None, 4: 1, 5: 3}
+
+
+def test_an_id_equal_to_another_rows_number_is_repeated() -> None:
+    scan = read(lines({"prompt": "0"}, {"prompt": "1", "id": 0}, {"prompt": "2"})).scan()
+    assert [scan.first_line_of(index) for index in range(3)] == [None, 1, None]
+
+
+def test_equal_hashes_are_compared_exactly() -> None:
+    assert hash(-1) == hash(-2)
+    assert not read(lines({"prompt": "0", "id": -1}, {"prompt": "1", "id": -2})).scan().repeated
+
+
+def test_escaped_ids_are_seen() -> None:
+    scan = read(b'{"prompt": "0", "\\u0069d": "a"}\n{"prompt": "1", "id": "\\u0061"}\n').scan()
+    assert scan.first_line_of(1) == 1
+
+
+def test_unusable_ids_count_as_the_row_number() -> None:
+    scan = read(lines({"id": True}, {"id": [1]}, {"id": None}, {"id": 1.0}, "[" * 5000, b'{"id": "\xff"}')).scan()
+    assert scan.rows == 6 and not scan.repeated
+
+
+def test_digest_depends_on_content_alone(tmp_path: Path) -> None:
+    data = lines({"prompt": "a"}, {"prompt": "b"})
+    digests = []
+    for name in ("one.jsonl", "two.jsonl"):
+        (tmp_path / name).write_bytes(data)
+        with_file = InputRows.open(str(tmp_path / name), io.BytesIO())
+        digests.append(with_file.scan().digest)
+        with_file.close()
+    assert digests[0] == digests[1] == InputRows.open("-", io.BytesIO(data)).scan().digest
+    assert digests[0] != read(lines({"prompt": "b"}, {"prompt": "a"})).scan().digest
+
+
+def test_a_pipe_is_spooled(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_bytes(lines({"prompt": "a"}, {"prompt": "b"})))
+    writer.start()
+    source = InputRows.open(str(pipe), io.BytesIO())
+    writer.join()
+    assert source.scan().rows == len(list(source)) == 2
+
+
+def test_a_huge_line_is_cut_and_the_next_one_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_ROW_BYTES", 100)
+    monkeypatch.setattr("pagedcli.generate.row.MAX_ROW_BYTES", 100)
+    monkeypatch.setattr(module, "_BUFFER", 64)
+    source = read(lines({"prompt": "x" * 1000}, {"prompt": "y"}))
+    first, second = [parse_row(raw) for raw in source]
+    assert first.error is not None and first.error[0] == "row_too_long" and "100 bytes" in first.error[1]
+    assert second.text == "y" and second.line == 2
+
+
+def test_missing_and_unreadable_files(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.jsonl", tmp_path):
+        with pytest.raises(UsageError, match="cannot read"):
+            InputRows.open(str(path), io.BytesIO())
