@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +29,17 @@ def vector_budget() -> int:
     return 24 if binding.get_host_cpu_features().get("avx512f", False) else 6
 
 
+@dataclass(slots=True)
+class _Layer:
+    """What one layer's calls share: its kernel (`keep` owns the code) and its part of the argument block."""
+
+    spec: LayerSpec
+    shape: KernelShape
+    function: int
+    keep: object
+    fields: NDArray[np.int64]
+
+
 class CpuBackend(AttentionBackend):
     """Key tiles are [dim / 2, slot, 2] in bf16 and [dim, slot] otherwise, value tiles [slot, dim].
 
@@ -37,17 +50,19 @@ class CpuBackend(AttentionBackend):
 
     def __init__(self) -> None:
         self._team = Team()
-        self._built: dict[KernelShape, tuple[object, int]] = {}
+        self._budget = vector_budget()
+        self._built: dict[KernelShape, object] = {}
+        self._layers: dict[tuple[int, torch.dtype], _Layer] = {}
         self._layout: KVLayout | None = None
         self._pool: torch.Tensor | None = None
         self._batch: BatchLayout | None = None
-        self._block = np.zeros(kernels.ARGUMENT_BYTES // 8 + 8, np.int64)
-        # The counters want a cache line to themselves.
-        skip = (-self._block.ctypes.data % 64) // 8
-        self._arguments = self._block[skip:skip + kernels.ARGUMENT_BYTES // 8]
-        self._floats = self._arguments.view(np.float32)
+        block = np.zeros(kernels.ARGUMENT_BYTES // 8 + 8, np.int64)
+        skip = (-block.ctypes.data % 64) // 8
+        self._arguments = block[skip:skip + kernels.ARGUMENT_BYTES // 8]
+        self._address = int(self._arguments.ctypes.data)
         self._scratch = np.zeros(0, np.uint8)
-        self._items: dict[int, NDArray[np.int32]] = {}
+        self._scratch_start = 0
+        self._items: dict[int, tuple[NDArray[np.int32], int]] = {}
         self._threads = 1
 
     @property
@@ -68,95 +83,100 @@ class CpuBackend(AttentionBackend):
             raise ValueError("the pool must be a contiguous CPU tensor of a cache type, "
                              f"not {pool.dtype} on {pool.device}")
         self._layout, self._pool = layout, pool
+        self._layers = {}
 
     def prepare(self, batch: BatchLayout) -> None:
         self._batch = batch
         self._items = {}
         self._threads = torch.get_num_threads()
+        self._set(kernels.STEP_FIELDS, (
+            batch.num_tokens, max(1, batch.num_tokens // (4 * self._threads)), batch.slots.ctypes.data,
+            batch.tables.ctypes.data, batch.tables.shape[1], batch.context_len.ctypes.data,
+            batch.query_start.ctypes.data, self._threads))
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                spec: LayerSpec, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        assert self._layout is not None and self._pool is not None and self._batch is not None, "bind and prepare first"
-        batch, given = self._batch, q.dtype
-        if given not in SOURCE_KINDS:
-            q = q.float()
-        q, k, v = (_rows(tensor, q.dtype) for tensor in (q, k, v))
-        shape = self._shape(spec, q.dtype, self._pool.dtype)
-        function = self._kernel(shape)
-        out = q.new_empty(q.shape[0], spec.heads, spec.value_dim)
-        if batch.num_tokens < q.shape[0]:
-            out[batch.num_tokens:] = 0
-        items = self._items.get(shape.item_tokens * spec.kv_heads)
-        if items is None:
-            items = work_items(batch, spec.kv_heads, shape.item_tokens)
-            self._items[shape.item_tokens * spec.kv_heads] = items
+        assert self._batch is not None, "prepare() comes before attend()"
+        given, tokens = q.dtype, self._batch.num_tokens
+        kind = given if given in SOURCE_KINDS else torch.float32
+        q, k, v = _rows(q, kind), _rows(k, kind), _rows(v, kind)
+        own = self._layers.get((layer, kind))
+        if own is None or (own.spec is not spec and own.spec != spec):
+            own = self._layers[layer, kind] = self._make_layer(layer, spec, kind)
+        items, many = self._work(own)
+        out = torch.empty(q.shape[0], spec.heads, spec.value_dim, dtype=kind)
+        if tokens < q.shape[0]:
+            out[tokens:] = 0
         extra = None if not spec.sinks or sinks is None else sinks.detach().float().contiguous()
-        self._fill(layer, shape, spec, batch, (q, k, v, out), items, extra)
-        self._team.run(function, self._arguments.ctypes.data, self._threads)
-        return out if given == out.dtype else out.to(given)
+        cell = kind.itemsize
+        self._arguments[:32] = 0
+        self._set(kernels.LAYER_FIELDS, own.fields)
+        self._set(kernels.CALL_FIELDS, (
+            items, many, self._scratch_for(own.shape), 0 if extra is None else extra.data_ptr(), out.data_ptr(),
+            q.data_ptr(), q.stride(0) * cell, q.stride(1) * cell, k.data_ptr(), k.stride(0) * cell, k.stride(1) * cell,
+            v.data_ptr(), v.stride(0) * cell, v.stride(1) * cell))
+        self._team.run(own.function, self._address, self._threads)
+        return out if given == kind else out.to(given)
 
     def warm_up(self, specs: Sequence[LayerSpec], dtype: torch.dtype) -> float:
-        """Builds the kernels for q, k, v of `dtype` (the model's) and the bound pool."""
-        assert self._pool is not None, "bind first"
+        """Builds or loads the kernels for q, k, v of `dtype` (the model's) and the bound pool; returns seconds."""
         begin = time.perf_counter()
         for spec in dict.fromkeys(specs):
-            self._kernel(self._shape(spec, dtype if dtype in SOURCE_KINDS else torch.float32, self._pool.dtype))
+            self._kernel(self._shape(spec, dtype if dtype in SOURCE_KINDS else torch.float32))
         return time.perf_counter() - begin
 
-    @staticmethod
-    def _shape(spec: LayerSpec, source: torch.dtype, cache: torch.dtype) -> KernelShape:
-        return KernelShape(SOURCE_KINDS[source], CACHE_KINDS[cache], spec.group, spec.key_dim, spec.value_dim,
-                           spec.softcap is not None, vector_budget())
+    def _shape(self, spec: LayerSpec, source: torch.dtype) -> KernelShape:
+        assert self._pool is not None, "bind() comes first"
+        return KernelShape(SOURCE_KINDS[source], CACHE_KINDS[self._pool.dtype], spec.group, spec.key_dim,
+                           spec.value_dim, spec.softcap is not None, self._budget)
 
-    def _kernel(self, shape: KernelShape) -> int:
-        built = self._built.get(shape)
-        if built is None:
-            function = build_kernel(shape)
-            built = self._built[shape] = (function, int(function.address))
-        return built[1]
+    def _kernel(self, shape: KernelShape) -> Any:
+        if shape not in self._built:
+            self._built[shape] = build_kernel(shape)
+        return self._built[shape]
 
-    def _fill(self, layer: int, shape: KernelShape, spec: LayerSpec, batch: BatchLayout,
-              tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-              items: NDArray[np.int32], sinks: torch.Tensor | None) -> None:
-        """Writes the argument block of one call."""
-        assert self._layout is not None and self._pool is not None
-        q, k, v, out = tensors
+    def _make_layer(self, layer: int, spec: LayerSpec, source: torch.dtype) -> _Layer:
+        assert self._layout is not None and self._pool is not None, "bind() comes first"
+        shape = self._shape(spec, source)
+        kernel = self._kernel(shape)
+        pool, cell = self._pool.data_ptr(), self._pool.itemsize
+        # A score's unit is one in the exponent of 2, so that the softmax is taken in powers of two.
+        unit = kernels.LOG2E * (1.0 if spec.softcap is None else spec.softcap)
+        scale = spec.scale * unit if spec.softcap is None else spec.scale / spec.softcap
+        fields = np.array([
+            spec.kv_heads, self._layout.block_size, self._layout.block_elements * cell,
+            pool + self._layout.key_offset(layer) * cell, pool + self._layout.value_offset(layer) * cell,
+            FOREVER if spec.window is None else spec.window, 0, 0], np.int64)
+        fields.view(np.float32)[[-4, -2]] = scale, unit
+        return _Layer(spec, shape, int(kernel.address), kernel, fields)
+
+    def _set(self, fields: range, values: Sequence[int] | NDArray[np.int64]) -> None:
+        self._arguments[fields.start // 8:fields.stop // 8] = values
+
+    def _work(self, layer: _Layer) -> tuple[int, int]:
+        """Address and number of the step's items, made once for all layers that cut alike."""
+        assert self._batch is not None
+        key = layer.shape.item_tokens * 65536 + layer.spec.kv_heads
+        if key not in self._items:
+            made = work_items(self._batch, layer.spec.kv_heads, layer.shape.item_tokens)
+            self._items[key] = made, int(made.ctypes.data)
+        made, address = self._items[key]
+        return address, len(made)
+
+    def _scratch_for(self, shape: KernelShape) -> int:
+        """Address of scratch for all threads, on a cache line; grows when a layer needs more."""
         need = shape.offsets[-1] * self._threads + 64
         if len(self._scratch) < need:
             self._scratch = np.zeros(need, np.uint8)
-        pool, cell = self._pool.data_ptr(), self._pool.itemsize
-        arguments = self._arguments
-        arguments[:32] = 0
-        # A score's unit is one in the exponent of 2, so that the softmax is taken in powers of two.
-        unit = kernels.LOG2E * (1.0 if spec.softcap is None else spec.softcap)
-        values = {
-            kernels.TOKENS: batch.num_tokens,
-            kernels.WRITE_STEP: max(1, batch.num_tokens // (4 * self._threads)),
-            kernels.SLOTS: batch.slots.ctypes.data, kernels.KV_HEADS: spec.kv_heads,
-            kernels.BLOCK: self._layout.block_size, kernels.PITCH: self._layout.block_elements * cell,
-            kernels.KEYS: pool + self._layout.key_offset(layer) * cell,
-            kernels.VALUES: pool + self._layout.value_offset(layer) * cell,
-            kernels.TABLES: batch.tables.ctypes.data, kernels.TABLE_WIDTH: batch.tables.shape[1],
-            kernels.ITEMS: items.ctypes.data, kernels.ITEM_COUNT: len(items),
-            kernels.CONTEXT: batch.context_len.ctypes.data,
-            kernels.WINDOW: FOREVER if spec.window is None else spec.window,
-            kernels.SINKS: 0 if sinks is None else sinks.data_ptr(),
-            kernels.SCRATCH: self._scratch.ctypes.data + -self._scratch.ctypes.data % 64,
-            kernels.OUT: out.data_ptr(), kernels.QUERY_START: batch.query_start.ctypes.data,
-        }
-        for base, tensor in ((kernels.Q, q), (kernels.K, k), (kernels.V, v)):
-            values[base] = tensor.data_ptr()
-            values[base + 8] = tensor.stride(0) * tensor.itemsize
-            values[base + 16] = tensor.stride(1) * tensor.itemsize
-        for place, value in values.items():
-            arguments[place // 8] = value
-        self._floats[kernels.SCALE // 4] = spec.scale * unit if spec.softcap is None else spec.scale / spec.softcap
-        self._floats[kernels.CAP // 4] = unit
+            start = int(self._scratch.ctypes.data)
+            self._scratch_start = start + -start % 64
+        return self._scratch_start
 
 
 def _rows(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The tensor itself where each head's row is contiguous and of this type, else a copy that is."""
-    tensor = tensor.detach().to(dtype)
+    if tensor.dtype != dtype:
+        tensor = tensor.to(dtype)
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 

@@ -55,7 +55,7 @@ def _choose(builder: ir.IRBuilder, number: Any, cases: list[int], emit_case: Cal
 
 @_intrinsic
 def scores(typing: Any, kind: Any, dim: Any, group: Any, budget: Any, rows: Any, chunks: Any,
-           q: Any, pointers: Any, stride: Any, out: Any) -> Any:
+           q: Any, pointers: Any, coming: Any, stride: Any, out: Any) -> Any:
     """Dot products of `rows` query rows with the keys of `chunks` chunks; see emit_scores."""
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         def with_rows(count: int) -> None:
@@ -65,7 +65,7 @@ def scores(typing: Any, kind: Any, dim: Any, group: Any, budget: Any, rows: Any,
             _choose(builder, args[5], chunk_counts(count, _value(budget)), with_chunks)
         _choose(builder, args[4], row_counts(_value(group), _value(budget)), with_rows)
         return context.get_dummy_value()
-    whole = [types.int64] * 6
+    whole = [types.int64] * 7
     return types.void(kind, dim, group, budget, *whole), code
 
 
@@ -81,7 +81,8 @@ def weights(typing: Any, capped: Any, row: Any, low: Any, high: Any, maximum: An
 
 @_intrinsic
 def weighted(typing: Any, kind: Any, dim: Any, group: Any, budget: Any, rows: Any, sums: Any, weight: Any,
-             scales: Any, table: Any, base: Any, pitch: Any, size: Any, start: Any, low: Any, high: Any) -> Any:
+             scales: Any, table: Any, base: Any, pitch: Any, size: Any, start: Any, low: Any, high: Any,
+             coming: Any) -> Any:
     """Weighted sums of values for `rows` rows; see emit_weighted."""
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         def with_rows(count: int) -> None:
@@ -89,7 +90,7 @@ def weighted(typing: Any, kind: Any, dim: Any, group: Any, budget: Any, rows: An
                   lambda e, a: emit_weighted(e, a, _value(kind), _value(dim), count, _value(budget)))
         _choose(builder, args[4], row_counts(_value(group), _value(budget)), with_rows)
         return context.get_dummy_value()
-    return types.void(kind, dim, group, budget, *[types.int64] * 11), code
+    return types.void(kind, dim, group, budget, *[types.int64] * 12), code
 
 
 @_intrinsic
@@ -184,3 +185,12 @@ def read_shared(typing: Any, address: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load_atomic(Emit(builder).pointer(args[0], I64), "acquire", 8, typ=I64)
     return types.int64(types.int64), code
+
+
+@_intrinsic
+def fetch(typing: Any, address: Any) -> Any:
+    """Ask for the cache line at `address`."""
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        Emit(builder).fetch(args[0])
+        return context.get_dummy_value()
+    return types.void(types.int64), code

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import cfunc, types
+from numba import cfunc, njit, types
 
 from pagedcli.attention import cpu_intrinsics, cpu_routines, cpu_vectors
 from pagedcli.attention.cpu_intrinsics import (
     convert,
+    fetch,
     fetch_add,
     finish,
     load_f32,
@@ -38,11 +39,15 @@ from pagedcli.attention.cpu_vectors import BYTES, CHUNKS, LANES, TILE, pairs_key
 ITEM_ROWS = 96
 """Query rows (tokens x group) of one item: enough to hide reading a tile, few enough to stay in the L2 cache."""
 
-# Fields of the argument block: int64 each; the counters have a cache line of their own.
+# Fields of the argument block, int64 each (byte offsets). The counters have a cache line each; the rest are grouped by
+# when the backend sets them: once a layer, once a step, once a call.
 NEXT_WRITE, WRITTEN, NEXT_ITEM, NEXT_THREAD = 0, 64, 128, 192
-(TOKENS, WRITE_STEP, SLOTS, KV_HEADS, BLOCK, PITCH, KEYS, VALUES, TABLES, TABLE_WIDTH, ITEMS, ITEM_COUNT, CONTEXT,
- WINDOW, SCALE, CAP, SINKS, SCRATCH, Q, Q_TOKEN, Q_HEAD, K, K_TOKEN, K_HEAD, V, V_TOKEN, V_HEAD, OUT,
- QUERY_START) = (256 + 8 * n for n in range(29))
+LAYER_FIELDS = range(256, 256 + 64, 8)
+(KV_HEADS, BLOCK, PITCH, KEYS, VALUES, WINDOW, SCALE, CAP) = LAYER_FIELDS
+STEP_FIELDS = range(320, 320 + 64, 8)
+(TOKENS, WRITE_STEP, SLOTS, TABLES, TABLE_WIDTH, CONTEXT, QUERY_START, THREADS) = STEP_FIELDS
+CALL_FIELDS = range(384, 384 + 112, 8)
+(ITEMS, ITEM_COUNT, SCRATCH, SINKS, OUT, Q, Q_TOKEN, Q_HEAD, K, K_TOKEN, K_HEAD, V, V_TOKEN, V_HEAD) = CALL_FIELDS
 ARGUMENT_BYTES = 512
 LOG2E = 1.4426950408889634
 
@@ -70,7 +75,7 @@ class KernelShape:
         a row; last, the size of it all."""
         rows, most = self.item_tokens * self.group, row_counts(self.group, self.budget)[0]
         sizes = (rows * self.key_dim * 4, rows * self.value_dim * 4, rows * LANES * 4, rows * 4, most * TILE * 4,
-                 most * 8, CHUNKS * 8, self.key_dim * TILE * BYTES[self.cache],
+                 most * 8, CHUNKS * 32, self.key_dim * TILE * BYTES[self.cache],
                  4 * max(self.key_dim, self.value_dim))
         places = [0]
         for size in sizes:
@@ -84,6 +89,18 @@ def source_stamp() -> int:
     for module in (cpu_vectors, cpu_routines, cpu_intrinsics):
         total = zlib.crc32(Path(str(module.__file__)).read_bytes(), total)
     return total
+
+
+@njit(error_model="numpy")
+def chunk_addresses(out: int, table: int, keys: int, values: int, pitch: int, size: int, key_step: int,
+                    value_step: int, start: int, low: int, high: int) -> None:
+    """Addresses of the keys (at `out`) and values (64 bytes on) of a tile's chunks, positions low .. high - 1."""
+    for c in range(low // LANES, (high + LANES - 1) // LANES):
+        at = start + c * LANES
+        block = at // size
+        base = load_i32(table + 4 * block) * pitch
+        store_i64(out + 8 * c, keys + base + (at - block * size) * key_step)
+        store_i64(out + 64 + 8 * c, values + base + (at - block * size) * value_step)
 
 
 def build_kernel(shape: KernelShape) -> Any:
@@ -137,7 +154,7 @@ def build_kernel(shape: KernelShape) -> Any:
             pass
 
         # 2. Attention, item by item.
-        count = load_i64(a + ITEM_COUNT)
+        count, spare = load_i64(a + ITEM_COUNT), load_i64(a + THREADS)
         item = fetch_add(a + NEXT_ITEM, 1)
         while item < count:
             where = load_i64(a + ITEMS) + 16 * item
@@ -165,28 +182,46 @@ def build_kernel(shape: KernelShape) -> Any:
                     store_f32(scratch + max_at + 4 * r, load_f32(load_i64(a + SINKS) + 4 * head) * np.float32(LOG2E))
 
             begin, end = max(0, position - window + 1), position + many
-            for tile in range(begin // TILE, (end + TILE - 1) // TILE):
+            tile_end = (end + TILE - 1) // TILE
+            upcoming, left = -1, 0
+            for tile in range(begin // TILE, tile_end):
                 start = tile * TILE
                 seen_low = max(begin, start) - start
                 seen_high = min(end, start + TILE) - start
-                chunk_low, chunk_high = seen_low // LANES, (seen_high + LANES - 1) // LANES
                 # Where the tile's keys are: in their blocks, or side by side where a chunk would span blocks.
+                own, coming = scratch + pointer_at, scratch + pointer_at
+                chunk_addresses(own, table, head_keys, head_values, pitch, size, key_cell, value_bytes, start,
+                                seen_low, seen_high)
                 if size % LANES == 0:
                     stride = size * key_cell
-                    for c in range(chunk_low, chunk_high):
-                        at = start + c * LANES
-                        block = at // size
-                        store_i64(scratch + pointer_at + 8 * c,
-                                  head_keys + load_i32(table + 4 * block) * pitch
-                                  + (at - block * size) * key_cell)
+                    if tile + 1 < tile_end:
+                        coming = own + 128
+                        chunk_addresses(coming, table, head_keys, head_values, pitch, size, key_cell, value_bytes,
+                                        start + TILE, 0, min(end - start - TILE, TILE))
+                    elif item + 2 * spare < count:
+                        # Claim the next item now, so that its first tile is on its way while this one is computed.
+                        upcoming = fetch_add(a + NEXT_ITEM, 1)
+                        if upcoming < count:
+                            coming = own + 128
+                            where = load_i64(a + ITEMS) + 16 * upcoming
+                            s2, h2 = load_i32(where), load_i32(where + 4)
+                            ends = load_i64(a + QUERY_START) + 4 * s2
+                            p2 = (load_i32(load_i64(a + CONTEXT) + 4 * s2) - load_i32(ends + 4)
+                                  + load_i32(where + 8))
+                            b2 = max(0, p2 - window + 1)
+                            t2 = b2 // TILE * TILE
+                            left = (min(p2 + load_i32(where + 12) - t2, TILE) + LANES - 1) // LANES
+                            chunk_addresses(coming, load_i64(a + TABLES) + 4 * s2 * load_i64(a + TABLE_WIDTH),
+                                            keys + h2 * key_tile * size, values + h2 * value_bytes * size, pitch,
+                                            size, key_cell, value_bytes, t2, b2 - t2,
+                                            min(p2 + load_i32(where + 12) - t2, TILE))
                 else:
                     stride = TILE * key_cell
                     for c in range(CHUNKS):
                         store_i64(scratch + pointer_at + 8 * c, scratch + keys_at + c * LANES * key_cell)
                     for at in range(start + seen_low, start + seen_high):
                         block = at // size
-                        here = (head_keys + load_i32(table + 4 * block) * pitch
-                                + (at - block * size) * key_cell)
+                        here = head_keys + load_i32(table + 4 * block) * pitch + (at - block * size) * key_cell
                         there = scratch + keys_at + (at - start) * key_cell
                         for d in range(key_lines):
                             move(key_cell, here + d * size * key_cell, there + d * stride)
@@ -216,7 +251,7 @@ def build_kernel(shape: KernelShape) -> Any:
                             while wide > chunks - c:
                                 wide //= 2
                             scores(cache, key_dim, group, budget, n, wide, scratch + q_at + 4 * key_dim * r0,
-                                   scratch + pointer_at + 8 * c, stride, scratch + weight_at + 4 * LANES * c)
+                                   own + 8 * c, coming + 8 * c, stride, scratch + weight_at + 4 * LANES * c)
                             c += wide
                         all_low, all_high = 0, TILE
                         for r in range(n):
@@ -242,11 +277,11 @@ def build_kernel(shape: KernelShape) -> Any:
                             if row_low < row_high:
                                 weighted(cache, value_dim, group, budget, 1, sums + 4 * value_dim * r,
                                          scratch + weight_at + 4 * TILE * r, used + 4 * r, table, head_values, pitch,
-                                         size, start, row_low, row_high)
+                                         size, start, row_low, row_high, own + 64)
                                 store_f32(used + 4 * r, 1.0)
                         if all_low < all_high:
                             weighted(cache, value_dim, group, budget, n, sums, scratch + weight_at, used, table,
-                                     head_values, pitch, size, start, all_low, all_high)
+                                     head_values, pitch, size, start, all_low, all_high, coming + 64)
                             used += 4 * most_rows
                         for r in range(n):
                             mine = position + (r0 + r) // group
@@ -255,13 +290,20 @@ def build_kernel(shape: KernelShape) -> Any:
                             if row_low < row_high:
                                 weighted(cache, value_dim, group, budget, 1, sums + 4 * value_dim * r,
                                          scratch + weight_at + 4 * TILE * r, used + 4 * r, table, head_values, pitch,
-                                         size, start, row_low, row_high)
+                                         size, start, row_low, row_high, own + 64)
                     r0 += n
+                    coming = own
+                for c in range((seen_high + LANES - 1) // LANES, left):
+                    here, there = load_i64(own + 128 + 8 * c), load_i64(own + 192 + 8 * c)
+                    for line in range(key_lines):
+                        fetch(here + line * stride)
+                    for line in range(0, LANES * value_bytes, 64):
+                        fetch(there + line)
 
             for r in range(rows):
                 head = (token + r // group) * heads * group + h * group + r % group
                 finish(cache, value_dim, source, scratch + sums_at + 4 * value_dim * r,
                        scratch + den_at + 4 * LANES * r, load_i64(a + OUT) + head * value_dim * out_cell)
-            item = fetch_add(a + NEXT_ITEM, 1)
+            item = upcoming if upcoming >= 0 else fetch_add(a + NEXT_ITEM, 1)
 
     return attend

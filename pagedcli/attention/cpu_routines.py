@@ -23,10 +23,12 @@ VECTOR = ir.VectorType(F32, LANES)
 
 
 def emit_scores(emit: Emit, args: list[Any], kind: str, dim: int, rows: int, chunks: int) -> None:
-    """args: q (fp32 rows of `dim`), addresses of the key chunks, bytes from one dim (pair) to the next, out."""
-    q, pointers, stride, out = args
+    """args: q (fp32 rows of `dim`), addresses of the key chunks, of chunks that will be read next, bytes from one dim
+    (pair) to the next, out."""
+    q, pointers, coming, stride, out = args
     b, step = emit.b, 2 if pairs_keys(kind, dim) else 1
     bases = [emit.load(emit.at(pointers, 8 * c), I64) for c in range(chunks)]
+    ahead = [emit.load(emit.at(coming, 8 * c), I64) for c in range(chunks)]
     sums = [[cgutils.alloca_once_value(b, emit.splat(0.0, F32, LANES)) for _ in range(chunks)] for _ in range(rows)]
     turns = dim // step
     unroll = next(n for n in (2, 1) if turns % n == 0)
@@ -37,6 +39,8 @@ def emit_scores(emit: Emit, args: list[Any], kind: str, dim: int, rows: int, chu
             place = b.add(offset, b.mul(stride, emit.i64(u)))
             keys = [emit.split_words(b.add(base, place)) if step == 2
                     else (emit.widen(kind, b.add(base, place), LANES),) for base in bases]
+            for base in ahead:
+                emit.fetch(b.add(base, place))
             for part in range(step):
                 for r in range(rows):
                     scalar = emit.load(emit.at(query, 4 * (r * dim + u * step + part)), F32)
@@ -93,10 +97,11 @@ def emit_weighted(emit: Emit, args: list[Any], kind: str, dim: int, rows: int, b
     """sums = sums * scale + weights . values over positions low .. high - 1, for `rows` rows.
 
     args: sums (fp32 rows of `dim`, vectors in load order), weights, scales, block table (int32), address of this
-    head's values in block 0, bytes of a block, block size, position of the tile, low, high (both within the tile).
+    head's values in block 0, bytes of a block, block size, position of the tile, low, high (both within the tile),
+    addresses of chunks of values that will be read next.
     Only these positions are ever read.
     """
-    sums, weights, scales, table, base, pitch, size, start, low, high = args
+    sums, weights, scales, table, base, pitch, size, start, low, high, coming = args
     b, cell = emit.b, BYTES[kind]
     pieces: list[tuple[int, int]] = []
     offset = 0
@@ -125,6 +130,10 @@ def emit_weighted(emit: Emit, args: list[Any], kind: str, dim: int, rows: int, b
             edge = b.mul(block, size)
             stop = b.sub(b.add(edge, size), start)
             stop = b.select(b.icmp_signed("<", stop, high), stop, high)
+            chunk = b.lshr(b.load(here), emit.i64(4))
+            turn = b.shl(b.add(chunk, emit.i64(1)), emit.i64(4))
+            stop = b.select(b.icmp_signed("<", stop, turn), stop, turn)
+            ahead = emit.load(b.add(coming, b.mul(chunk, emit.i64(8))), I64)
             number = b.sext(emit.load(b.add(table, b.mul(block, emit.i64(4))), I32), I64)
             address = b.add(base, b.add(b.mul(number, pitch),
                                         b.mul(b.sub(position, edge), emit.i64(dim * cell))))
@@ -137,6 +146,9 @@ def emit_weighted(emit: Emit, args: list[Any], kind: str, dim: int, rows: int, b
                         loaded.extend(emit.split_words(emit.at(value, o * cell)))
                     else:
                         loaded.append(emit.widen(kind, emit.at(value, o * cell), w))
+                for line in range(group[0][0] * cell, (group[-1][0] + group[-1][1]) * cell, 64):
+                    emit.fetch(b.add(ahead, b.add(emit.i64(line), b.mul(
+                        b.and_(slot, emit.i64(LANES - 1)), emit.i64(dim * cell)))))
                 weight = b.add(weights, b.mul(slot, emit.i64(4)))
                 for r in range(rows):
                     scalar = emit.load(emit.at(weight, 4 * r * TILE), F32)

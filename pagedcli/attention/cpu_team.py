@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,7 +37,7 @@ class Team:
         self._library = _openmp()
         self._pool: ThreadPoolExecutor | None = None
         self._pool_size = 0
-        self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+        self._known: dict[int, Callable[[int], None]] = {}
         if self._library is not None:
             self._parallel = self._library.GOMP_parallel
             self._parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
@@ -50,7 +51,7 @@ class Team:
     def run(self, function: int, argument: int, threads: int) -> None:
         """`function`: address of a void(void*) that never raises and never takes the GIL."""
         if threads <= 1:
-            self._call(function)(argument)
+            self._direct(function)(argument)
         elif self._library is not None:
             self._parallel(function, argument, threads, 0)
         else:
@@ -59,11 +60,16 @@ class Team:
                 self._pool = ThreadPoolExecutor(threads - 1, "attention")
                 self._pool_size = threads - 1
             assert self._pool is not None
-            call = self._call(function)
+            call = self._direct(function)
             waiting = [self._pool.submit(call, argument) for _ in range(threads - 1)]
             call(argument)
             for one in waiting:
                 one.result()
+
+    def _direct(self, function: int) -> Callable[[int], None]:
+        if function not in self._known:
+            self._known[function] = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
+        return self._known[function]
 
     def close(self) -> None:
         if self._pool is not None:

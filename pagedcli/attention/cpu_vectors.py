@@ -29,6 +29,8 @@ CHUNKS = TILE // LANES
 
 F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 HALF = ir.HalfType()
+FETCH_LEVEL = 2
+"""LLVM's locality of a prefetch: 2 asks for the second-level cache; 3, the first, measured 25 % slower."""
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1}
 FLOAT8 = {"e4m3": (3, -6, 448.0), "e5m2": (2, -14, 57344.0)}
 """Mantissa bits, exponent of the least normal number, largest finite number."""
@@ -96,6 +98,11 @@ class Emit:
 
     def store(self, value: Any, address: Any, align: int = 1) -> None:
         self.b.store(value, self.pointer(address, value.type), align=align)
+
+    def fetch(self, address: Any) -> None:
+        """Ask for the cache line at `address`, which will be read soon; any address is allowed."""
+        flags = [ir.Constant(I32, n) for n in (0, FETCH_LEVEL, 1)]
+        self.call("llvm.prefetch.p0", self.pointer(address, ir.IntType(8)), *flags, out=ir.VoidType())
 
     def call(self, name: str, *values: Any, out: ir.Type | None = None) -> Any:
         """An LLVM intrinsic by full name."""
