@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from pagedcli.core.sequence import SequenceGroup
-from pagedcli.memory.interface import Usage, Verdict
+from pagedcli.memory.interface import Admission, Usage, Verdict
 from pagedcli.memory.reserving import Reservation, ReservingMemory
 
 
@@ -35,6 +35,7 @@ class StaticBatchMemory(ReservingMemory):
         self._width = 0
         self._max_output = 0
         self._spare: list[int] = []
+        self._unused = 0
 
     @property
     def width(self) -> int:
@@ -59,11 +60,12 @@ class StaticBatchMemory(ReservingMemory):
         self._width = max_input + max_output
         self._max_output = max_output
         self._spare = list(range(sequences - 1, -1, -1))
+        self._unused = sequences
 
     def close(self) -> None:
         """End a batch that no sequence is left in. Happens by itself when the last is freed."""
         assert not self._reservations, f"{len(self._reservations)} sequences are still in the batch"
-        self._buffers = self._width = self._max_output = 0
+        self._buffers = self._width = self._max_output = self._unused = 0
         self._spare = []
 
     def reserved_len(self, group: SequenceGroup) -> int:
@@ -78,11 +80,15 @@ class StaticBatchMemory(ReservingMemory):
         return group.params.max_sequences * self.blocks_of(length)
 
     def can_admit(self, group: SequenceGroup, *, running: bool = True) -> Verdict:
-        """YES when the open batch has buffers left that are long enough; a batch must be opened first."""
+        """YES when the open batch has buffers that nobody had yet and that are long enough; open a batch first."""
         length = max([group.final_len or 0, *(seq.length for seq in group.live)])
         if len(group.live) * self.blocks_of(length) > self.num_blocks or length > self.max_len:
             return Verdict.NEVER
-        return Verdict.YES if self._fits(len(group.live), length) else Verdict.LATER
+        return Verdict.YES if len(group.live) <= self._unused and length <= self._width else Verdict.LATER
+
+    def admit(self, group: SequenceGroup) -> Admission:
+        self._unused -= len(group.live)
+        return super().admit(group)
 
     def _fits(self, count: int, length: int) -> bool:
         return count <= len(self._spare) and length <= self._width
@@ -107,4 +113,5 @@ class StaticBatchMemory(ReservingMemory):
     def check(self) -> None:
         super().check()
         used = sorted(item.blocks[0] // item.held for item in self._reservations.values())
+        assert 0 <= self._unused <= len(self._spare), f"{self._unused} unused buffers of {len(self._spare)} spare ones"
         assert sorted([*used, *self._spare]) == list(range(self._buffers)), "a buffer was lost or is used twice"

@@ -1,8 +1,8 @@
 """Each system's memory under a never-empty queue of the paper's ShareGPT lengths, against its Figures 2 and 13.
 
 A loop of its own, with no engine and no time model: memory alone decides how many requests run. The requests are those
-of the paper's Figure 2 as its artefact draws them: 4 requests/s for 900 s, seed 0, which takes the first 3,604 of the lengths
-and shuffles them. (Over all 79,725 lengths the same loop settles at 7.00, 9.71 and 13.26 requests.)
+of the paper's Figure 2 as its artefact draws them: 4 requests/s for 900 s, seed 0, which takes the first 3,604 of
+the lengths and shuffles them. (Over all 79,725 lengths the same loop settles at 7.00, 9.71 and 13.26 requests.)
 """
 
 from __future__ import annotations
@@ -103,11 +103,12 @@ def test_orca(lengths: list[tuple[int, int]], reserve: Reserve, batch: float, to
     mean, shares = saturate(ContiguousMemory(BLOCKS, 16, max_len=2048, reserve=reserve), lengths)
     assert mean == pytest.approx(batch, rel=0.01)
     assert sum(shares.values()) == pytest.approx(100)
-    assert shares == pytest.approx({"token": token, "reserved": reserved, "internal": internal, "others": rest}, abs=1.5)
+    right = {"token": token, "reserved": reserved, "internal": internal, "others": rest}
+    assert shares == pytest.approx(right, abs=1.5)
 
 
 def test_paged(lengths: list[tuple[int, int]]) -> None:
     mean, shares = saturate(PagedMemory(BLOCKS, 16, prefix_cache=False), lengths)
     assert shares["token"] >= 96
     assert sum(shares.values()) == pytest.approx(100)
-    assert 31 < mean < 34.5  # the paper's 30.4 includes times when its queue was empty
+    assert mean == pytest.approx(32.8, rel=0.06)  # over all lengths; the paper's 30.4 includes times of an empty queue
