@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pytest
-from pagedcli.workloads.arrivals import Poisson
 
 from pagedcli.bench.bootstrap import block_length, log_ratio_of_means, mean_of_runs, student_cdf, student_quantile
 from pagedcli.bench.compare import CompareOptions, compare
@@ -16,6 +15,7 @@ from pagedcli.bench.serve import replay
 from pagedcli.bench.signature import Signature
 from pagedcli.bench.storage import Results, run_data
 from pagedcli.core.errors import UsageError
+from pagedcli.workloads.arrivals import Poisson
 from tests.bench.scripted_engine import ScriptedEngine, requests
 
 LENGTHS = [(4, int(n)) for n in np.random.default_rng(3).integers(4, 16, 32)]
@@ -42,7 +42,8 @@ def measured(rng: np.random.Generator, policies: dict[str, float], repeats: int 
     for repeat in range(repeats):
         for number, (policy, slowdown) in enumerate(policies.items()):
             engine = ScriptedEngine(noisy_steps(rng, session * slowdown), slots=4)
-            run = replay(engine, requests(LENGTHS), DEADLINES, policy=policy, rate=5.0, repeat=repeat, simulated=simulated)
+            run = replay(engine, requests(LENGTHS), DEADLINES, policy=policy, rate=5.0, repeat=repeat,
+                         simulated=simulated)
             runs.append(run_data(run, summarize(run) | {"role": "baseline" if number else "policy"}))
     return Results(name, Signature({"workload": "scripted"}, {}), runs)
 
@@ -156,9 +157,9 @@ def test_different_requests_cannot_be_paired():
         compare([run(10)], [run(12)])
 
 
-@pytest.mark.parametrize("text, metric, limit", [("normalized_latency=5%", "normalized_latency", 0.05),
-                                                 ("normalized_latency_s=0.1", "normalized_latency", 0.1),
-                                                 ("mean_ttft_ms=10%", "ttft", 0.1), ("batch-size=0", "batch_size", 0.0)])
+@pytest.mark.parametrize("text, metric, limit", [
+    ("normalized_latency=5%", "normalized_latency", 0.05), ("normalized_latency_s=0.1", "normalized_latency", 0.1),
+    ("mean_ttft_ms=10%", "ttft", 0.1), ("batch-size=0", "batch_size", 0.0)])
 def test_gates_are_read(text: str, metric: str, limit: float):
     assert Gate.parse(text) == Gate(metric, limit)
 
@@ -194,5 +195,5 @@ def test_correlated_series_get_longer_blocks_and_wider_intervals():
     assert 100 <= block_length(smooth) <= 500
     base = np.ones(4000)
     rough, wide = (log_ratio_of_means((1 + 0.01 * series, base), 0.99) for series in (noise, smooth))
-    # An average over windows of 50 has a variance 50 times that of independent draws: an interval about 7 times as wide.
+    # An average over windows of 50 varies 50 times as much as independent draws: an interval about 7 times as wide.
     assert 4 <= wide.width / rough.width <= 10

@@ -7,12 +7,12 @@ import time
 
 import numpy as np
 import pytest
-from pagedcli.workloads.arrivals import Constant, Poisson
 
 from pagedcli.bench.metrics import summarize
 from pagedcli.bench.serve import Replay, latency_bound, replay, stop_above
 from pagedcli.core.clock import VirtualClock, WallClock
 from pagedcli.core.errors import UsageError
+from pagedcli.workloads.arrivals import Constant, Poisson
 from tests.bench.scripted_engine import POOL, ScriptedEngine, requests
 
 
