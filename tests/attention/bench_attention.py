@@ -86,7 +86,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.threads:
         torch.set_num_threads(given.threads)
-    print(f"threads {torch.get_num_threads()}  read {copy_rate() / 1e9:.1f} GB/s  matmul fp32 {fma_rate() / 1e9:.0f} GFLOP/s")
+    print(f"threads {torch.get_num_threads()}  read {copy_rate() / 1e9:.1f} GB/s  "
+          f"matmul fp32 {fma_rate() / 1e9:.0f} GFLOP/s")
     spec = LayerSpec(9, 3, 64, 64, 0.125)
     times = 3 if given.quick else 7
     for dtype in ("bf16", "fp32"):
