@@ -5,20 +5,29 @@ from __future__ import annotations
 import difflib
 import inspect
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
 from pagedcli.core.errors import UsageError
 
-_NEVER = {"config", "help", "input"}
+_NEVER = {"config", "context", "input"}
 
 
-def config_parameter() -> inspect.Parameter:
-    """The --config option; read before the others so that they find its values."""
-    info = typer.Option("--config", callback=_load, is_eager=True, metavar="FILE", envvar="PAGEDCLI_CONFIG",
+def config_parameter(others: Sequence[inspect.Parameter]) -> inspect.Parameter:
+    """The --config option of a command with these other parameters; it is read before them so that they find its
+    values."""
+    kinds = {each.name: _kind(each.annotation) for each in others if each.name not in _NEVER}
+
+    def load(context: typer.Context, value: str | None) -> str | None:
+        if value is not None and not context.resilient_parsing:
+            found = read_config(value, context.command.name or "", kinds)
+            context.default_map = {**(context.default_map or {}), **found}
+        return value
+
+    info = typer.Option("--config", callback=load, is_eager=True, metavar="FILE", envvar="PAGEDCLI_CONFIG",
                         show_envvar=False, show_default=False,
                         help="TOML file of options, by their long names; a table named after the command counts more "
                              "than the top level.")
@@ -26,13 +35,15 @@ def config_parameter() -> inspect.Parameter:
                              annotation=Annotated[str | None, info])
 
 
-def _load(context: typer.Context, value: str | None) -> str | None:
-    if value is not None and not context.resilient_parsing:
-        context.default_map = {**(context.default_map or {}), **read_config(value, context.command)}
-    return value
+def _kind(annotation: Any) -> Any:
+    """The type of an option's value: `list[x]` for a repeatable one, without Annotated and None around it."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    inner = [each for each in get_args(annotation) if each is not type(None)]
+    return inner[0] if type(None) in get_args(annotation) and len(inner) == 1 else annotation
 
 
-def read_config(path: str, command: Any) -> dict[str, Any]:
+def read_config(path: str, command: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
     """Values of a TOML file for one command, by parameter name. Raises UsageError naming the file and key."""
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -40,16 +51,15 @@ def read_config(path: str, command: Any) -> dict[str, Any]:
         raise UsageError(f"cannot read --config {path}: {fault.strerror}") from fault
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
         raise UsageError(f"--config {path} is not TOML: {fault}") from fault
-    options = {option.name: option for option in command.params if option.name not in _NEVER}
     values: dict[str, Any] = {}
-    tables = {name: value for name, value in table.items() if isinstance(value, dict) and _name(name) not in options}
-    for name, value in [*((k, v) for k, v in table.items() if k not in tables), *tables.get(command.name, {}).items()]:
-        option = options.get(_name(name))
-        if option is None:
-            close = difflib.get_close_matches(_name(name), options, 1)
+    tables = {name for name, value in table.items() if isinstance(value, dict) and _name(name) not in kinds}
+    own = table[command] if command in tables else {}
+    for name, value in [*((name, value) for name, value in table.items() if name not in tables), *own.items()]:
+        if _name(name) not in kinds:
+            close = difflib.get_close_matches(_name(name), kinds, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise UsageError(f"--config {path}: {command.name} has no option {name!r}{hint}")
-        values[_name(name)] = _convert(path, name, value, option)
+            raise UsageError(f"--config {path}: {command} has no option {name!r}{hint}")
+        values[_name(name)] = _convert(path, name, value, kinds[_name(name)])
     return values
 
 
@@ -57,22 +67,25 @@ def _name(key: str) -> str:
     return key.replace("-", "_")
 
 
-def _convert(path: str, key: str, value: Any, option: Any) -> Any:
+def _convert(path: str, key: str, value: Any, kind: Any) -> Any:
     """A TOML value as its option takes it; numbers and flags are not guessed from other types."""
     if isinstance(value, Mapping):
         value = [f"{name}={amount}" for name, amount in value.items()]
-    if option.multiple:
-        return [_scalar(path, key, item, option) for item in (value if isinstance(value, list) else [value])]
-    return _scalar(path, key, value, option)
+    if get_origin(kind) is list:
+        return [_scalar(path, key, item, get_args(kind)[0]) for item in (value if isinstance(value, list) else [value])]
+    return _scalar(path, key, value, kind)
 
 
-def _scalar(path: str, key: str, value: Any, option: Any) -> Any:
-    kind = "boolean" if getattr(option, "is_flag", False) else option.type.name
-    numbers: dict[str, tuple[type, ...]] = {"boolean": (bool,), "integer": (int,), "float": (int, float)}
-    allowed = numbers.get(kind, (str, int, float, bool))
-    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
-        rule = {"boolean": "true or false", "integer": "an integer", "float": "a number"}.get(kind, "a string")
-        raise UsageError(f"--config {path}: {key} = {value!r}: must be {rule}")
-    if kind in ("boolean", "integer", "float"):
+def _scalar(path: str, key: str, value: Any, kind: Any) -> Any:
+    is_bool = isinstance(value, bool)
+    if kind is bool and not is_bool:
+        raise UsageError(f"--config {path}: {key} = {value!r}: must be true or false")
+    if kind is int and (is_bool or not isinstance(value, int)):
+        raise UsageError(f"--config {path}: {key} = {value!r}: must be an integer")
+    if kind is float and (is_bool or not isinstance(value, (int, float))):
+        raise UsageError(f"--config {path}: {key} = {value!r}: must be a number")
+    if kind in (bool, int, float):
         return value
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if not isinstance(value, (str, int, float)):
+        raise UsageError(f"--config {path}: {key} = {value!r}: must be a string")
+    return str(value).lower() if is_bool else str(value)

@@ -149,12 +149,13 @@ def with_options(*options: Option, config_file: bool = False) -> Callable[[Calla
             for option in options:
                 if option.many:
                     given[option.name] = _many(option, context, given[option.name], variables)
-            settings = {name: value for name, value in given.items() if value not in (None, [], False)
-                        or (value is False and known[name].pair)}
+            # Told apart by identity: 0 is a setting like any other, and equal to False.
+            settings = {name: value for name, value in given.items() if value is not None and value != []
+                        and (value is not False or known[name].pair)}
             return command(**values, settings=settings)
 
         parameters = [*own, *(option.parameter() for option in options)]
-        parameters += [config_parameter()] if config_file else []
+        parameters += [config_parameter(parameters)] if config_file else []
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # how a callable says it
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         del run.__wrapped__  # else the old signature would be found through it

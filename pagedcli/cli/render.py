@@ -24,7 +24,7 @@ def progress_bar(environment: Environment, wanted: bool) -> Iterator[Observer | 
     from rich.progress import Progress as Bar
 
     bar = Bar(TextColumn("{task.completed}/{task.total} rows"), BarColumn(), TimeRemainingColumn(),
-              TextColumn("{task.fields[state]}"), console=Console(file=environment.err), transient=True)
+              TextColumn("{task.fields[state]}"), console=Console(file=environment.err, force_terminal=True), transient=True)
     with bar:
         task = bar.add_task("rows", total=None, state="")
 

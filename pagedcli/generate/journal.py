@@ -53,6 +53,7 @@ class Journal:
         self._lengths = array("q", [0]) * rows
         self._pending: list[bytes] = []
         self._synced = time.monotonic()
+        self._ours = False  # until the file is known to be a journal of this run, closing must not touch it
         self._fd = _open_locked(path)
         try:
             self._end = self._load(json.loads(json.dumps(settings)), restart)
@@ -164,7 +165,7 @@ class Journal:
         if self._fd < 0:
             return
         try:
-            if not self.finished and self.rows:
+            if self._ours and self.rows and not self.finished:
                 self.remove()
             elif self._pending:
                 _write_all(self._fd, b"".join(self._pending))
@@ -186,6 +187,7 @@ class Journal:
             if head and not _torn_header(head):
                 _check_header(self.path, head, settings)
                 end = self._load_rows(stream, len(head))
+        self._ours = True
         with self._disk():
             os.ftruncate(self._fd, end)
             os.lseek(self._fd, end, os.SEEK_SET)
