@@ -107,14 +107,7 @@ class KVStore:
         self.dtype = dtype
         self.size = size
         self._host: torch.Tensor | None = None
-        shape = (size.num_blocks, layout.block_elements)
-        try:
-            self.pool = (lazy_zeros(shape, dtype) if device.type == "cpu"
-                         else torch.zeros(shape, dtype=dtype, device=device))
-        except (RuntimeError, OSError) as fault:
-            raise CannotRunError(
-                f"cannot allocate {size.num_blocks:,} KV blocks of {size.block_bytes:,} bytes on {device}: lower "
-                "--kv-cache-memory (or the number of blocks)", "out_of_memory") from fault
+        self.pool = self._allocate(size.num_blocks, device, pinned=False, option="--kv-cache-memory")
 
     def copy(self, moves: Moves) -> None:
         """Copy whole blocks within the pool; all sources are read before any destination is written."""
@@ -145,10 +138,19 @@ class KVStore:
 
     def _host_pool(self) -> torch.Tensor:
         if self._host is None:
-            shape = (self.size.host_blocks, self.layout.block_elements)
-            self._host = torch.zeros(shape, dtype=self.dtype, pin_memory=True) if self.pool.is_cuda else lazy_zeros(
-                shape, self.dtype)
+            self._host = self._allocate(self.size.host_blocks, torch.device("cpu"), pinned=self.pool.is_cuda,
+                                        option="--swap-space")
         return self._host
+
+    def _allocate(self, blocks: int, device: torch.device, *, pinned: bool, option: str) -> torch.Tensor:
+        shape = (blocks, self.layout.block_elements)
+        try:
+            if device.type == "cpu" and not pinned:
+                return lazy_zeros(shape, self.dtype)
+            return torch.zeros(shape, dtype=self.dtype, device=device, pin_memory=pinned)
+        except (RuntimeError, OSError, OverflowError) as fault:
+            raise CannotRunError(f"cannot allocate {blocks:,} KV blocks of {self.size.block_bytes:,} bytes on "
+                                 f"{device}: lower {option}", "out_of_memory") from fault
 
     @staticmethod
     def _indices(moves: Moves, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,6 +16,8 @@ from pagedcli.core.errors import CannotRunError, RequestError
 from pagedcli.execution.model_hub import ModelSource
 
 Message = Mapping[str, Any]
+TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "tokenizer_config.json")
+"""Any of these means that a folder has a tokenizer, of an older layout than tokenizer.json."""
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -110,7 +112,8 @@ class Tokenizer:
 
 
 def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> Tokenizer | None:
-    """The model's tokenizer; None for dummy shapes, which come without one.
+    """The model's tokenizer; None for a folder that holds none at all and for dummy shapes: such a model serves
+    prompts of token ids only.
 
     Reads tokenizer.json directly, which takes a tenth of the time of transformers' AutoTokenizer; older layouts go
     through that. CannotRunError when the files do not make a fast tokenizer.
@@ -125,7 +128,7 @@ def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> T
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as fault:  # the library raises bare Exception
             raise CannotRunError(f"cannot read the tokenizer {file}: {fault}", "bad_tokenizer") from fault
-    elif source.dummy and not any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json")):
+    elif not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
     else:
         backend = _slow_path(folder, trust_remote_code)
