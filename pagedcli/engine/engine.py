@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Sequence as Seq
 from typing import Any
 
 from pagedcli.core.clock import Clock
 from pagedcli.core.errors import RequestError
 from pagedcli.core.plan import StepPlan, StepResult
-from pagedcli.core.request import Request
+from pagedcli.core.request import Request, SamplingParams
 from pagedcli.core.sequence import SequenceGroup
 from pagedcli.engine.interface import Counters, Sampler, Scheduler
 from pagedcli.engine.lifecycle import Lifecycle
@@ -71,6 +71,20 @@ class Engine:
     def abort(self, group: SequenceGroup) -> None:
         """Drop a request in any state; what it held is free at once."""
         self.scheduler.abort(group)
+
+    def pin_prefix(self, tokens: Seq[int]) -> int:
+        """Compute a prefix that later prompts begin with and keep its full blocks on the device for good.
+
+        Call while the engine is idle. Returns how many tokens are kept (whole blocks only). Raises RequestError when
+        the prefix cannot fit, UsageError when the memory policy shares nothing.
+        """
+        prompt_tokens = self.counters.prompt_tokens
+        self.memory.start_pin()
+        self.add(Request(-1, "shared prefix", tuple(tokens), SamplingParams(max_tokens=0)))
+        while self.has_work():
+            self.step()
+        self.counters.prompt_tokens = prompt_tokens
+        return self.memory.pin(tokens)
 
     @property
     def depth(self) -> tuple[int, int, int]:
@@ -145,8 +159,3 @@ class Engine:
             counters.seconds[name] = counters.seconds.get(name, 0.0) + seconds
         if self.on_step is not None:
             self.on_step(plan, result, usage)
-
-
-def with_max_tokens(request: Request, tokens: int) -> Request:
-    """The same request with another output limit (used to fill shared prefixes without generating)."""
-    return replace(request, params=replace(request.params, max_tokens=tokens, min_tokens=0))

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import Enum
 
+from pagedcli.core.errors import UsageError
 from pagedcli.core.sequence import Sequence, SequenceGroup
 
 Move = tuple[int, int]
@@ -82,6 +83,18 @@ class MemoryPolicy(ABC):
         pinned for good)."""
         return self.num_blocks
 
+    @property
+    def refusal_stands(self) -> bool:
+        """Whether a group that was refused entry or return stays refused until some sequence has left or dropped
+        memory: true where others only grow, false where what they compute can be found and shared."""
+        return False
+
+    def steady_until(self, seq: Sequence) -> int:
+        """The largest length to which `seq` can grow, one token a step, while `append` and `computed` change nothing
+        but the count of its own filled slots. A simulation need not call them on the way. 0: call them each step."""
+        del seq
+        return 0
+
     @abstractmethod
     def blocks_for_ever(self, group: SequenceGroup, max_len: int) -> int:
         """Most blocks that the group can ever need at once when each sequence grows to `max_len` tokens (pinned blocks
@@ -139,6 +152,15 @@ class MemoryPolicy(ABC):
     @abstractmethod
     def check(self) -> None:
         """Prove every invariant; raises AssertionError with what broke. For tests: O(pool)."""
+
+    def start_pin(self) -> None:
+        """Begin to keep a shared prefix (see PagedMemory). UsageError where nothing can be shared."""
+        raise UsageError(f"--shared-prefix: the memory policy {self.name} shares nothing; use --policy paged")
+
+    def pin(self, tokens: Seq[int]) -> int:
+        """Keep the leading full blocks of `tokens`, which have just been computed. Returns the tokens they hold."""
+        del tokens
+        return 0
 
     def can_swap_out(self, group: SequenceGroup) -> bool:
         del group
