@@ -15,11 +15,11 @@ from pagedcli.engine.preemption import RecoveryPolicy
 from pagedcli.memory.interface import MemoryPolicy, Verdict
 
 
-def _arrival(group: SequenceGroup) -> int:
+def arrival_order(group: SequenceGroup) -> int:
     return group.order
 
 
-class _Budget:
+class StepBudget:
     """What is left of a step: tokens to compute, and rows of logits for prompts that are scored."""
 
     __slots__ = ("rows", "tokens")
@@ -80,7 +80,7 @@ class IterationScheduler(Scheduler):
         group.status = Status.FINISHED
 
     def plan(self, now: float) -> StepPlan | None:
-        plan, budget = StepPlan(), _Budget(self.config)
+        plan, budget = StepPlan(), StepBudget(self.config)
         plan.copies, self.lifecycle.pending_copies = self.lifecycle.pending_copies, []
         preempted = self._decode(plan, budget)
         self._prefill_running(plan, budget)
@@ -98,11 +98,11 @@ class IterationScheduler(Scheduler):
 
     # -- running groups -----------------------------------------------------------------------------------------------
 
-    def _decode(self, plan: StepPlan, budget: _Budget) -> bool:
+    def _decode(self, plan: StepPlan, budget: StepBudget) -> bool:
         """Slices of all groups in plain decoding. Returns whether anything was preempted."""
         preempted = False
         for group in list(self.running):
-            if group.status is not Status.RUNNING or not _decoding(group):
+            if group.status is not Status.RUNNING or not decoding(group):
                 continue
             while not self.memory.can_append(group):
                 victim = self.running[-1]
@@ -114,7 +114,7 @@ class IterationScheduler(Scheduler):
                 self._add_decode(group, plan, budget)
         return preempted
 
-    def _add_decode(self, group: SequenceGroup, plan: StepPlan, budget: _Budget) -> None:
+    def _add_decode(self, group: SequenceGroup, plan: StepPlan, budget: StepBudget) -> None:
         memory = self.memory
         for seq in group.live:
             plan.copies += memory.append(seq)
@@ -123,9 +123,9 @@ class IterationScheduler(Scheduler):
             memory.computed(seq, start + 1)
         budget.tokens -= len(group.live)
 
-    def _prefill_running(self, plan: StepPlan, budget: _Budget) -> None:
+    def _prefill_running(self, plan: StepPlan, budget: StepBudget) -> None:
         for group in self.running:
-            if not _decoding(group):
+            if not decoding(group):
                 self._add_prefill(group, plan, budget)
 
     def _preempt(self, group: SequenceGroup, plan: StepPlan) -> None:
@@ -136,7 +136,7 @@ class IterationScheduler(Scheduler):
             if self.memory.can_swap_out(group):
                 plan.swap_out += self.memory.swap_out(group)
                 group.status = Status.SWAPPED
-                insort(self.swapped, group, key=_arrival)
+                insort(self.swapped, group, key=arrival_order)
                 self.counters.preempt_swap += 1
                 return
             self.counters.swap_fallbacks += 1
@@ -146,7 +146,7 @@ class IterationScheduler(Scheduler):
         group.status = Status.WAITING
         self.waiting.appendleft(group)
         if len(self.waiting) > 1 and self.waiting[1].order < group.order:
-            self.waiting = deque(sorted(self.waiting, key=_arrival))
+            self.waiting = deque(sorted(self.waiting, key=arrival_order))
         self.counters.preempt_recompute += 1
 
     def _leave(self, group: SequenceGroup) -> None:
@@ -158,33 +158,36 @@ class IterationScheduler(Scheduler):
 
     def _enter(self, group: SequenceGroup) -> None:
         group.status = Status.RUNNING
-        insort(self.running, group, key=_arrival)
+        insort(self.running, group, key=arrival_order)
         self._seqs_running += group.params.max_sequences
 
     def _has_seats(self, group: SequenceGroup) -> bool:
         return self._seqs_running + group.params.max_sequences <= self.sequence_cap
 
-    def _swap_in(self, plan: StepPlan, budget: _Budget) -> None:
+    def _memory_returns(self, group: SequenceGroup) -> bool:
+        return self.memory.can_swap_in(group, running=bool(self.running))
+
+    def _memory_admits(self, group: SequenceGroup) -> bool:
+        return self.memory.can_admit(group, running=bool(self.running)) is Verdict.YES
+
+    def _swap_in(self, plan: StepPlan, budget: StepBudget) -> None:
         while self.swapped:
             group = self.swapped[0]
-            if (budget.tokens < len(group.live) or not self._has_seats(group)
-                    or not self.memory.can_swap_in(group, running=bool(self.running))):
+            if not (budget.tokens >= len(group.live) and self._has_seats(group) and self._memory_returns(group)):
                 return
             plan.swap_in += self.memory.swap_in(group)
             self.swapped.pop(0)
             self._enter(group)
-            if _decoding(group):
+            if decoding(group):
                 self._add_decode(group, plan, budget)
             else:
                 self._add_prefill(group, plan, budget)
 
-    def _admit(self, plan: StepPlan, budget: _Budget, now: float) -> None:
+    def _admit(self, plan: StepPlan, budget: StepBudget, now: float) -> None:
         first = True
         while self.waiting:
             group = self.waiting[0]
-            if not (self._has_seats(group) and self._prompt_fits(group, budget, first)):
-                return
-            if self.memory.can_admit(group, running=bool(self.running)) is not Verdict.YES:
+            if not (self._has_seats(group) and self._prompt_fits(group, budget, first) and self._memory_admits(group)):
                 return
             admission = self.memory.admit(group)
             self.waiting.popleft()
@@ -197,7 +200,7 @@ class IterationScheduler(Scheduler):
             self._add_prefill(group, plan, budget)
             first = False
 
-    def _prompt_fits(self, group: SequenceGroup, budget: _Budget, first: bool) -> bool:
+    def _prompt_fits(self, group: SequenceGroup, budget: StepBudget, first: bool) -> bool:
         """Chunks need one token of budget; a whole prompt needs all of its own, except that one above the cap may
         enter as the only prompt of its step (a recomputed one can be longer than any prompt of the user's)."""
         if self.config.chunked_prefill:
@@ -205,7 +208,7 @@ class IterationScheduler(Scheduler):
         need = sum(seq.length for seq in group.live)
         return need <= budget.tokens or (first and need > self.config.token_budget)
 
-    def _add_prefill(self, group: SequenceGroup, plan: StepPlan, budget: _Budget) -> None:
+    def _add_prefill(self, group: SequenceGroup, plan: StepPlan, budget: StepBudget) -> None:
         """Slices over the uncomputed tokens of a group, as far as the budget goes.
 
         All sequences of a group reach their last token in one step, since beams are chosen among together: when not
@@ -236,6 +239,6 @@ class IterationScheduler(Scheduler):
                 return  # later sequences may share blocks that this one has yet to fill
 
 
-def _decoding(group: SequenceGroup) -> bool:
+def decoding(group: SequenceGroup) -> bool:
     """Whether every live sequence has just its last token to compute, with something generated before."""
     return all(seq.remaining == 1 and seq.output_len > 0 for seq in group.live)

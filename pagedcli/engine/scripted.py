@@ -88,5 +88,10 @@ class ScriptedSampler(Sampler):
         return choices
 
     def _token(self, seq: Sequence, sample: int) -> TokenChoice:
+        return TokenChoice(seq.id, self.tokens(seq, sample, 1)[0], sample=sample)
+
+    def tokens(self, seq: Sequence, sample: int, count: int) -> list[int]:
+        """The next `count` ids of a sequence that nothing but this rule continues."""
+        base, span = self._base, self._span
         mixed = seq.tokens[seq.prompt_len - 1] * 7 + sample * 31 + len(seq.tokens) * 13
-        return TokenChoice(seq.id, self._base + mixed % self._span, sample=sample)
+        return [base + (mixed + 13 * place) % span for place in range(count)]

@@ -61,15 +61,22 @@ class StaticScheduler(Scheduler):
         plan.copies, self.lifecycle.pending_copies = self.lifecycle.pending_copies, []
         if not self.batch:
             self._open_batch(now)
-        for group in self.batch:
+        self._add_groups(plan, self.batch)
+        return None if plan.empty else plan
+
+    def _add_groups(self, plan: StepPlan, groups: list[SequenceGroup]) -> None:
+        for group in groups:
             for seq in group.live:
                 plan.copies += self.memory.append(seq)
                 plan.slices.append(Slice(seq.id, seq.tokens[seq.computed:], seq.computed, self.memory.table(seq), 1))
                 self.memory.computed(seq, seq.length)
-        return None if plan.empty else plan
 
     def commit(self, plan: StepPlan, choices: Choices, now: float) -> list[SequenceGroup]:
-        for group in self.lifecycle.apply(plan, choices, now):
+        return self._hand_over(self.lifecycle.apply(plan, choices, now), now)
+
+    def _hand_over(self, ended: list[SequenceGroup], now: float) -> list[SequenceGroup]:
+        """Keep what has ended until the whole batch has."""
+        for group in ended:
             self.batch.remove(group)
             self._ended.append(group)
         if self.batch:

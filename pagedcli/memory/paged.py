@@ -140,6 +140,16 @@ class PagedMemory(MemoryPolicy):
         table.open = len(blocks) * size
         return moves
 
+    @property
+    def refusal_stands(self) -> bool:
+        return not self._offering
+
+    def steady_until(self, seq: Sequence) -> int:
+        table = self._tables[seq.id]
+        if self._offering:  # the token that fills a block is news
+            return min(table.open, (table.chained + 1) * self.block_size - 1)
+        return table.open
+
     def fork(self, parent: Sequence, child: Sequence) -> list[Move]:
         table = self._tables[parent.id]
         assert child.id not in self._tables, f"sequence {child.id} already has a table"

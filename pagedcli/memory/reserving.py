@@ -102,6 +102,13 @@ class ReservingMemory(MemoryPolicy):
         del group
         return True
 
+    @property
+    def refusal_stands(self) -> bool:
+        return True
+
+    def steady_until(self, seq: Sequence) -> int:
+        return self._reservations[seq.id].final
+
     def append(self, seq: Sequence) -> list[Move]:
         room = self._reservations[seq.id].length
         assert len(seq.tokens) <= room, f"sequence {seq.id} grew to {seq.length} tokens, past its {room} reserved slots"
