@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedcli.core.clock import Clock, WallClock
-from pagedcli.core.config import RunConfig
+from pagedcli.core.config import RunConfig, SchedulerConfig
 from pagedcli.core.errors import UsageError
 from pagedcli.engine.engine import Engine
 from pagedcli.engine.interface import Counters, Sampler, Scheduler, TextState
@@ -60,18 +60,17 @@ def build_engine(config: RunConfig, *, clock: Clock | None = None, executor: Exe
     `sampler` replaces the one that reads logits. `progress` gets a line before slow work; `trace` logs every step plan.
     Raises UsageError or CannotRunError.
     """
-    if config.policy not in _MEMORIES:
-        raise UsageError(f"--policy = {config.policy!r} has no engine of its own; one of {', '.join(_MEMORIES)} has")
+    _check_policy(config)
     if executor is None:
         executor, tokenizer = load(config, progress)
     if trace is not None:
         executor = TracingExecutor(executor, trace)
     limits = executor.limits
     max_len = min(limits.max_positions, config.model.max_model_len or limits.max_positions)
-    memory = _MEMORIES[config.policy](config, limits, max_len)
+    memory = make_memory(config, limits, max_len)
     eos_ids = frozenset(tokenizer.eos_ids) if tokenizer is not None else frozenset()
     if sampler is None:
-        sampler = _sampler(config, executor, tokenizer, eos_ids, max_len)
+        sampler = _sampler(config, executor, tokenizer, eos_ids)
     counters = Counters()
     text = _text(tokenizer)
     lifecycle = Lifecycle(memory, sampler, text, eos_ids, record_times)
@@ -79,6 +78,23 @@ def build_engine(config: RunConfig, *, clock: Clock | None = None, executor: Exe
     return Engine(scheduler=scheduler, executor=executor, sampler=sampler, memory=memory, lifecycle=lifecycle,
                   clock=clock or WallClock(), counters=counters, max_model_len=max_len, max_num_seqs=seats,
                   tokenizer=tokenizer)
+
+
+def _check_policy(config: RunConfig) -> None:
+    if config.policy not in _MEMORIES:
+        raise UsageError(f"--policy = {config.policy!r} has no engine of its own; one of {', '.join(_MEMORIES)} has")
+
+
+def make_memory(config: RunConfig, limits: ExecutorLimits, max_len: int) -> MemoryPolicy:
+    """The memory system of a config's policy, for sequences of at most `max_len` tokens."""
+    _check_policy(config)
+    return _MEMORIES[config.policy](config, limits, max_len)
+
+
+def scheduler_settings(config: RunConfig, memory: MemoryPolicy) -> SchedulerConfig:
+    """The settings that a memory system can be scheduled with. Only paged memory can take a prompt in pieces: the
+    systems it is compared with computed prompts whole."""
+    return config.scheduler if memory.shares_prompt else replace(config.scheduler, chunked_prefill=False)
 
 
 def load(config: RunConfig, progress: Say | None = None) -> tuple[Executor, Any]:
@@ -111,12 +127,12 @@ def _null(config: RunConfig) -> tuple[Executor, Any]:
     return NullExecutor(limits), tokenizer
 
 
-def _sampler(config: RunConfig, executor: Executor, tokenizer: Any, eos_ids: frozenset[int], max_len: int) -> Sampler:
+def _sampler(config: RunConfig, executor: Executor, tokenizer: Any, eos_ids: frozenset[int]) -> Sampler:
     if config.model.model == NULL_MODEL:
         return ScriptedSampler(executor.limits.vocab_size)
     from pagedcli.engine.sampler import TorchSampler
 
-    return TorchSampler(config.seed, eos_ids=sorted(eos_ids), tokenizer=tokenizer, max_positions=max_len)
+    return TorchSampler(config.seed, eos_ids=sorted(eos_ids), tokenizer=tokenizer)
 
 
 def _text(tokenizer: Any) -> TextState | None:
@@ -133,8 +149,7 @@ def _scheduler(config: RunConfig, memory: MemoryPolicy, lifecycle: Lifecycle,
     if isinstance(memory, StaticBatchMemory):
         static = StaticScheduler(config.scheduler, memory, lifecycle, counters)
         return static, static.sequence_cap
-    # Only paged memory can take a prompt in pieces: the systems it is compared with computed prompts whole.
-    settings = config.scheduler if memory.shares_prompt else replace(config.scheduler, chunked_prefill=False)
+    settings = scheduler_settings(config, memory)
     recovery = recovery_policy(settings.preemption)
     iteration = IterationScheduler(settings, memory, lifecycle, recovery, counters)
     return iteration, iteration.sequence_cap
