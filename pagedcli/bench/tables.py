@@ -140,7 +140,8 @@ def ratios(results: Results) -> list[Ratio]:
                 found.append(Ratio(
                     policy, baseline, rate, _over(theirs, own, "normalized_latency_s"),
                     _over(theirs, own, "mean_ttft_ms"), _over(own, theirs, "output_throughput"),
-                    _over(own, theirs, "batch_size"), _over([f["waste"] for f in own], [f["waste"] for f in theirs], "token")))
+                    _over(own, theirs, "batch_size"),
+                    _over([f["waste"] for f in own], [f["waste"] for f in theirs], "token")))
     return found
 
 

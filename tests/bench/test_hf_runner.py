@@ -1,0 +1,77 @@
+"""The `hf` baseline on a tiny random model: padding changes nothing, batches and memory are counted as they are."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pagedcli.bench.hf_runner import HFRunner, fitting, generate_batch
+from pagedcli.bench.metrics import summarize
+from tests.bench.scripted_engine import requests
+
+PAD = 0
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, eos_token_id=2)
+    return LlamaForCausalLM(config).eval()
+
+
+def test_left_padding_changes_no_logits_and_no_tokens(model: LlamaForCausalLM):
+    prompts = [list(range(5, 17)), [30, 31, 32]]
+    together = generate_batch(model, prompts, 10, PAD, lambda: False)
+    for row, prompt in enumerate(prompts):
+        alone = generate_batch(model, [prompt], 10, PAD, lambda: False)
+        assert together[row].tolist() == alone[0].tolist()
+        # An independent judge: the model's plain forward over prompt and output, without cache or padding.
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([prompt + alone[0].tolist()])).logits[0]
+        assert logits[len(prompt) - 1:-1].argmax(-1).tolist() == alone[0].tolist()
+
+
+def test_end_of_text_does_not_end_a_forced_length(model: LlamaForCausalLM):
+    calls = []
+    out = generate_batch(model, [[3, 4]], 40, PAD, lambda: bool(calls.append(1)))
+    assert out.shape == (1, 40) and len(calls) == 40
+
+
+def test_a_batch_holds_what_fits_at_its_longest():
+    """4 requests of 10 + 10 take 80 slots; one of 10 + 90 makes every row 100 long."""
+    assert fitting([(10, 10)] * 6, 80, 256) == 4
+    assert fitting([(10, 10), (10, 90), (10, 10)], 200, 256) == 2
+    assert fitting([(10, 10)] * 6, 80, 256, samples=2) == 2
+    assert fitting([(10, 10)] * 6, 1000, 3) == 3
+    assert fitting([(60, 30)], 80, 256) == 0
+
+
+def test_static_batches_finish_together_and_padding_is_waste(model: LlamaForCausalLM):
+    runner = HFRunner(model, PAD, pool_slots=64, block_size=16)
+    run = runner(requests([(8, 3), (4, 6), (20, 8), (60, 9)]), [0.0] * 4, policy="hf", rate=math.inf)
+    first, second, third, refused = run.requests
+    assert first.finish == second.finish < third.finish
+    assert (len(first.token_times), len(second.token_times), len(third.token_times)) == (3, 6, 8)
+    assert refused.error == "exceeds_kv_pool" and "64" in refused.error_message
+    steps = list(run.steps)
+    assert len(steps) == 6 + 8
+    # Last step of the first batch: 2 rows of 8 + 5 slots; the first request stopped at 3 tokens, the second has 4 + 5.
+    assert (steps[5].token, steps[5].internal, steps[5].free) == (8 + 3 + 4 + 5, 26 - 20, 64 - 26)
+    assert (run.steps.pool == 64).all()
+    figures = summarize(run)
+    assert (figures["completed"], figures["failed"]) == (3, 1)
+
+
+def test_samples_multiply_rows_and_memory(model: LlamaForCausalLM):
+    from dataclasses import replace
+
+    from pagedcli.core.request import SamplingParams
+
+    work = [replace(request, params=SamplingParams(n=2, max_tokens=4)) for request in requests([(8, 4)])]
+    run = HFRunner(model, PAD, pool_slots=64, block_size=16)(work, [0.0], policy="hf", rate=math.inf)
+    assert run.requests[0].output_tokens == 8
+    assert run.steps[0].token == 16 and run.steps[0].sequences == 2
