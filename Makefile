@@ -41,3 +41,28 @@ wheel-check: setup
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# -- measurements and long checks against real weights -----------------------------------------------------------------
+
+same-bits: setup
+	$(RUN) -m tests.acceptance.same_bits
+
+greedy-equal: setup
+	$(RUN) -m tests.acceptance.greedy_equal
+
+beam-equal: setup
+	$(RUN) -m tests.acceptance.beam_equal --each 6
+	$(RUN) -m tests.acceptance.beam_equal --model tiny-llama
+	$(RUN) -m tests.acceptance.beam_equal --model tiny-opt
+
+bench-generate: setup
+	$(RUN) -m tests.acceptance.bench_generate
+
+sharing: setup
+	$(RUN) -m tests.acceptance.sharing
+
+shared-prefix: setup
+	$(RUN) -m tests.acceptance.shared_prefix
+
+swap-table: setup
+	$(RUN) -m tests.acceptance.swap_table

@@ -1,0 +1,100 @@
+"""Beam search token-equal to `transformers`, with plenty of memory and with pools that force preemption.
+
+python -m tests.acceptance.beam_equal [--prompts 100] [--tokens 24] [--each N] [--model NAME]
+
+NAME: smollm2-135m, tiny-llama or tiny-opt. Widths 2, 4, 6 x length_penalty 0, 1, 2 x early_stopping false, true, "never" x
+with and without a stop string: 54 settings. `--each N` gives every prompt N of them in turn (all 54 by default), so that
+all are met when there are more prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pagedcli.core.config import ModelConfig
+from pagedcli.core.request import SamplingParams
+from pagedcli.execution.model_hub import resolve_model
+from tests.acceptance.kit import Bench, real_prompts, serve
+
+SETTINGS = list(itertools.product((2, 4, 6), (0.0, 1.0, 2.0), (False, True, "never"), (None, " the")))
+Setting = tuple[int, float, Any, str | None]
+
+
+def reference(model: Any, tokenizer: Any, prompt: tuple[int, ...], setting: Setting, tokens: int) -> list[int]:
+    width, penalty, early, stop = setting
+    ids = torch.tensor([prompt])
+    extra = {"stop_strings": [stop], "tokenizer": tokenizer} if stop else {}
+    out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=width,
+                         length_penalty=penalty, early_stopping=early, max_new_tokens=tokens, pad_token_id=2, **extra)
+    row = out[0, len(prompt):].tolist()
+    while row and row[-1] == 2 and len(row) > 1 and row[-2] == 2:
+        row.pop()
+    return row
+
+
+def params(setting: Setting, tokens: int) -> SamplingParams:
+    width, penalty, early, stop = setting
+    return SamplingParams(temperature=0, max_tokens=tokens, use_beam_search=True, beam_width=width,
+                          length_penalty=penalty, early_stopping=early, stop=(stop,) if stop else ())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--each", type=int, default=len(SETTINGS))
+    parser.add_argument("--model", default="smollm2-135m")
+    options = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(ModelConfig()).folder)
+    texts, origin = real_prompts(4 * options.prompts)
+    prompts = [ids for ids in (tuple(tokenizer(text)["input_ids"]) for text in texts) if len(ids) <= 48]
+    prompts = prompts[:options.prompts]
+    with tempfile.TemporaryDirectory() as name:
+        folder = _model(options.model, Path(name), tokenizer)
+        jobs = [(prompt, SETTINGS[(index * options.each + k) % len(SETTINGS)])
+                for index, prompt in enumerate(prompts) for k in range(options.each)]
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        start = time.perf_counter()
+        theirs = [reference(model, tokenizer, prompt, setting, options.tokens) for prompt, setting in jobs]
+        print(f"transformers: {len(jobs)} searches in {time.perf_counter() - start:.0f} s", flush=True)
+        bench = Bench.open(model=str(folder), dtype="fp32", blocks=4000, block_size=8, swap=1 << 30)
+        wrong = 0
+        pools = (("roomy", None, "auto"), ("recompute", 90, "recompute"), ("swap", 90, "swap"))
+        for label, blocks, preemption in pools:
+            engine = bench.engine(blocks=blocks, preemption=preemption)
+            groups, seconds = serve(engine, [prompt for prompt, _ in jobs],
+                                    [params(setting, options.tokens) for _, setting in jobs], at_once=64)
+            ours = [group.done[0].output_ids for group in groups]
+            bad = [index for index, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]]
+            counters = engine.counters
+            print(f"{options.model} {label}: {len(jobs) - len(bad)} of {len(jobs)} searches ({len(prompts)} prompts, "
+                  f"{origin}) token-equal, {counters.preempt_recompute} recomputed, {counters.preempt_swap} swapped, "
+                  f"{seconds:.0f} s", flush=True)
+            for index in bad[:5]:
+                print(f"  {jobs[index][1]}\n   ours   {ours[index]}\n   theirs {theirs[index]}")
+            wrong += len(bad)
+    raise SystemExit(wrong > 0)
+
+
+def _model(name: str, folder: Path, tokenizer: Any) -> Path:
+    if not name.startswith("tiny-"):
+        return Path(resolve_model(ModelConfig(model=name)).folder or "")
+    from tests.execution.tiny_models import save_model
+
+    family = name.removeprefix("tiny-")
+    saved = save_model(family, folder / family, vocab_size=len(tokenizer), max_position_embeddings=256,
+                       bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    tokenizer.save_pretrained(saved)
+    return saved
+
+
+if __name__ == "__main__":
+    main()
