@@ -198,7 +198,7 @@ class _Pair:
             self._in_run(metric, level) if kind == "in-run" else self._repeats(metric, level))
         change, low, high = interval.estimate, interval.low, interval.high
         if metric.worse < 0:
-            change, low, high = -change, -high, -low
+            change, low, high = 0.0 - change, 0.0 - high, 0.0 - low  # not -x: it would make a zero negative
         if metric.unit == "relative":
             change, low, high = _relative(change), _relative(low), _relative(high)
         return Row(metric, *self.group, a, b, kind, change, low, high, interval.units,

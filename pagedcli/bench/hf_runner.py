@@ -93,7 +93,6 @@ class HFRunner:
     block_size: int
     max_rows: int = 256
     attention: str = "sdpa"
-    simulated: bool = False
 
     def __call__(self, requests: Sequence[Request], deadlines: Sequence[float], *, policy: str, rate: float,
                  observer: Observer | None = None, stop_rule: StopRule | None = None, **labels: Any) -> RunResult:
@@ -172,7 +171,8 @@ class _Run:
         for number, request, output in zip(batch, requests, outputs, strict=True):
             self.records[number] = RequestRecord(
                 index=request.index, key=request.key, arrival=self.deadlines[number],
-                dispatched=self.dispatched[number], prompt_tokens=len(request.prompt), output_len=output, output_tokens=output * request.params.n,
+                dispatched=self.dispatched[number], prompt_tokens=len(request.prompt), output_len=output,
+                output_tokens=output * request.params.n,
                 sequences=samples, scheduled=began, finish=finish, token_times=np.array(times[1:output + 1]))
 
     def _step(self, start: float, end: float, width: int, made: int, prompts: Sequence[int], outputs: Sequence[int],

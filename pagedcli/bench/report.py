@@ -20,11 +20,13 @@ PAGE_LIMIT = 1_000_000
 _SHOWN = 10
 
 
-def write_report(results: Results, folder: Path) -> tuple[list[Path], list[str]]:
+def write_report(results: Results, folder: Path, with_plots: bool = True) -> tuple[list[Path], list[str]]:
     """Write tables, summary, Markdown, plots and page into `folder`. Returns the paths and remarks for the user."""
     paths, remarks = write_results(results, folder), []
     charts = all_charts(results)
-    if plots.available():
+    if not with_plots:
+        pass
+    elif plots.available():
         paths += plots.write_plots(charts, folder, ", ".join(badges(results)))
     else:
         remarks.append(plots.MISSING)

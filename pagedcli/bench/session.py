@@ -23,8 +23,6 @@ from pagedcli.workloads.tokens import Encode, token_ids
 class Runner(Protocol):
     """Serves one run from cold: a fresh engine (or the like), warmed up, its prefix cache empty."""
 
-    simulated: bool
-
     def __call__(self, requests: Sequence[Request], deadlines: Sequence[float], *, policy: str, rate: float,
                  observer: Observer | None, stop_rule: StopRule | None, **labels: Any) -> RunResult: ...
 
