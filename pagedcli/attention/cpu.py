@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import binding
 from numpy.typing import NDArray
 
 from pagedcli.attention import cpu_kernels as kernels
-from pagedcli.attention.cpu_kernels import KernelShape, build_kernel
+from pagedcli.attention.cpu_shapes import KernelShape, Routines, build_routines, vector_budget
 from pagedcli.attention.cpu_team import Team
 from pagedcli.attention.interface import AttentionBackend, BatchLayout, KVLayout, LayerSpec
 
@@ -24,19 +23,12 @@ FOREVER = 1 << 40
 """A window no position reaches."""
 
 
-def vector_budget() -> int:
-    """Vectors of 16 floats to keep as sums: 24 of the 32 registers where they are this wide, else a few pairs."""
-    return 24 if binding.get_host_cpu_features().get("avx512f", False) else 6
-
-
 @dataclass(slots=True)
 class _Layer:
-    """What one layer's calls share: its kernel (`keep` owns the code) and its part of the argument block."""
+    """What one layer's calls share: its shape and its part of the argument block."""
 
     spec: LayerSpec
     shape: KernelShape
-    function: int
-    keep: object
     fields: NDArray[np.int64]
 
 
@@ -51,7 +43,9 @@ class CpuBackend(AttentionBackend):
     def __init__(self) -> None:
         self._team = Team()
         self._budget = vector_budget()
-        self._built: dict[KernelShape, object] = {}
+        self._loops: Any = None
+        self._function = 0
+        self._built: dict[KernelShape, Routines] = {}
         self._layers: dict[tuple[int, torch.dtype], _Layer] = {}
         self._layout: KVLayout | None = None
         self._pool: torch.Tensor | None = None
@@ -112,17 +106,17 @@ class CpuBackend(AttentionBackend):
         self._arguments[:32] = 0
         self._set(kernels.LAYER_FIELDS, own.fields)
         self._set(kernels.CALL_FIELDS, (
-            items, many, self._scratch_for(own.shape), 0 if extra is None else extra.data_ptr(), out.data_ptr(),
+            items, many, self._scratch_for(own), 0 if extra is None else extra.data_ptr(), out.data_ptr(),
             q.data_ptr(), q.stride(0) * cell, q.stride(1) * cell, k.data_ptr(), k.stride(0) * cell, k.stride(1) * cell,
             v.data_ptr(), v.stride(0) * cell, v.stride(1) * cell))
-        self._team.run(own.function, self._address, self._threads)
+        self._team.run(self._function, self._address, self._threads)
         return out if given == kind else out.to(given)
 
     def warm_up(self, specs: Sequence[LayerSpec], dtype: torch.dtype) -> float:
         """Builds or loads the kernels for q, k, v of `dtype` (the model's) and the bound pool; returns seconds."""
         begin = time.perf_counter()
         for spec in dict.fromkeys(specs):
-            self._kernel(self._shape(spec, dtype if dtype in SOURCE_KINDS else torch.float32))
+            self._routines(self._shape(spec, dtype if dtype in SOURCE_KINDS else torch.float32))
         return time.perf_counter() - begin
 
     def _shape(self, spec: LayerSpec, source: torch.dtype) -> KernelShape:
@@ -130,25 +124,29 @@ class CpuBackend(AttentionBackend):
         return KernelShape(SOURCE_KINDS[source], CACHE_KINDS[self._pool.dtype], spec.group, spec.key_dim,
                            spec.value_dim, spec.softcap is not None, self._budget)
 
-    def _kernel(self, shape: KernelShape) -> Any:
+    def _routines(self, shape: KernelShape) -> Routines:
+        if self._loops is None:
+            self._loops = kernels.build_loops()
+            self._function = int(self._loops.address)
         if shape not in self._built:
-            self._built[shape] = build_kernel(shape)
+            self._built[shape] = build_routines(shape)
         return self._built[shape]
 
     def _make_layer(self, layer: int, spec: LayerSpec, source: torch.dtype) -> _Layer:
         assert self._layout is not None and self._pool is not None, "bind() comes first"
         shape = self._shape(spec, source)
-        kernel = self._kernel(shape)
+        table = self._routines(shape).table
         pool, cell = self._pool.data_ptr(), self._pool.itemsize
         # A score's unit is one in the exponent of 2, so that the softmax is taken in powers of two.
         unit = kernels.LOG2E * (1.0 if spec.softcap is None else spec.softcap)
         scale = spec.scale * unit if spec.softcap is None else spec.scale / spec.softcap
+        floats = np.zeros(8, np.float32)
+        floats[::2] = scale, unit, 1.0, kernels.LOG2E
         fields = np.array([
-            spec.kv_heads, self._layout.block_size, self._layout.block_elements * cell,
+            table.ctypes.data, spec.kv_heads, self._layout.block_size, self._layout.block_elements * cell,
             pool + self._layout.key_offset(layer) * cell, pool + self._layout.value_offset(layer) * cell,
-            FOREVER if spec.window is None else spec.window, 0, 0], np.int64)
-        fields.view(np.float32)[[-4, -2]] = scale, unit
-        return _Layer(spec, shape, int(kernel.address), kernel, fields)
+            FOREVER if spec.window is None else spec.window, *floats.view(np.int64).tolist()], np.int64)
+        return _Layer(spec, shape, fields)
 
     def _set(self, fields: range, values: Sequence[int] | NDArray[np.int64]) -> None:
         self._arguments[fields.start // 8:fields.stop // 8] = values
@@ -163,9 +161,9 @@ class CpuBackend(AttentionBackend):
         made, address = self._items[key]
         return address, len(made)
 
-    def _scratch_for(self, shape: KernelShape) -> int:
+    def _scratch_for(self, layer: _Layer) -> int:
         """Address of scratch for all threads, on a cache line; grows when a layer needs more."""
-        need = shape.offsets[-1] * self._threads + 64
+        need = layer.shape.scratch_bytes * self._threads + 64
         if len(self._scratch) < need:
             self._scratch = np.zeros(need, np.uint8)
             start = int(self._scratch.ctypes.data)

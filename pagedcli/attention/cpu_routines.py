@@ -52,14 +52,15 @@ def emit_scores(emit: Emit, args: list[Any], kind: str, dim: int, rows: int, chu
             emit.store(b.load(sums[r][c]), emit.at(out, 4 * (r * TILE + c * LANES)))
 
 
-def emit_weights(emit: Emit, args: list[Any], capped: bool) -> Any:
-    """One row's scores of a tile become weights in place; returns what the row's earlier sums are to be scaled by.
+def emit_weights(emit: Emit, args: list[Any], capped: bool) -> None:
+    """One row's scores of a tile become weights in place.
 
-    args: scores, first and last + 1 visible position in the tile, address of the running maximum, address of the 16
-    partial denominators, cap (in the units of the scores after it).
+    args: scores, first and last + 1 visible position in the tile, running maximum, the 16 partial denominators, where
+    to put what the row's earlier sums are to be scaled by, the cap (in the units of the scores after it).
     """
-    row, low, high, maximum, denominator, cap = args
+    row, low, high, maximum, denominator, scaling, cap_at = args
     b = emit.b
+    cap = emit.load(cap_at, F32)
     minus = emit.splat(float("-inf"), F32, LANES)
     lane = ir.Constant(ir.VectorType(I32, LANES), list(range(LANES)))
     first = b.lshr(low, emit.i64(4))
@@ -90,7 +91,7 @@ def emit_weights(emit: Emit, args: list[Any], capped: bool) -> Any:
         emit.store(weight, place)
         b.store(b.fadd(b.load(total), weight), total)
     emit.store(b.load(total), denominator)
-    return scale
+    emit.store(scale, scaling)
 
 
 def emit_weighted(emit: Emit, args: list[Any], kind: str, dim: int, rows: int, budget: int) -> None:
@@ -192,8 +193,9 @@ def emit_finish(emit: Emit, args: list[Any], kind: str, dim: int, out_kind: str)
 
 
 def emit_convert(emit: Emit, args: list[Any], source: str, target: str, dim: int) -> None:
-    """One row of `dim` elements from one type to another, times a factor. args: from, to, factor."""
-    here, there, factor = args
+    """One row of `dim` elements from one type to another, times a factor. args: from, to, the factor."""
+    here, there, factor_at = args
+    factor = emit.load(factor_at, F32)
     offset = 0
     for width in value_cuts("fp32", dim):
         wide = emit.widen(source, emit.at(here, BYTES[source] * offset), width)
@@ -201,10 +203,10 @@ def emit_convert(emit: Emit, args: list[Any], source: str, target: str, dim: int
         offset += width
 
 
-def emit_scatter(emit: Emit, args: list[Any], width: int, count: int) -> None:
-    """`count` cells of `width` bytes, side by side, to places a stride apart. args: from, to, stride in bytes."""
-    here, there, stride = args
+def emit_move(emit: Emit, args: list[Any], width: int, count: int) -> None:
+    """`count` cells of `width` bytes, one by one. args: from, to, bytes between cells there and here."""
+    here, there, here_step, there_step = args
     kind = ir.IntType(8 * width)
     with cgutils.for_range(emit.b, emit.i64(count), intp=I64) as loop:
-        cell = emit.load(emit.b.add(here, emit.b.mul(loop.index, emit.i64(width))), kind)
-        emit.store(cell, emit.b.add(there, emit.b.mul(loop.index, stride)))
+        cell = emit.load(emit.b.add(here, emit.b.mul(loop.index, here_step)), kind)
+        emit.store(cell, emit.b.add(there, emit.b.mul(loop.index, there_step)))

@@ -13,20 +13,25 @@ from pagedcli.core.plan import Slice, StepPlan
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: LayerSpec,
           sinks: torch.Tensor | None = None) -> torch.Tensor:
-    """Causal attention of one whole sequence, row by row, in float64: q [n, heads, key_dim] -> [n, heads, value_dim]."""
+    """Causal attention of one whole sequence in float64: q [n, heads, key_dim] -> [n, heads, value_dim]."""
     q, k, v = q.double(), k.double(), v.double()
     out = torch.zeros(len(q), spec.heads, spec.value_dim, dtype=torch.float64)
-    for row in range(len(q)):
-        low = 0 if spec.window is None else max(0, row - spec.window + 1)
-        for head in range(spec.heads):
-            own = head // (spec.heads // spec.kv_heads)
-            scores = (k[low:row + 1, own] @ q[row, head]) * spec.scale
-            if spec.softcap is not None:
-                scores = torch.tanh(scores / spec.softcap) * spec.softcap
-            top = scores.max() if sinks is None else torch.maximum(scores.max(), sinks[head].double())
-            weights = torch.exp(scores - top)
-            total = weights.sum() + (0 if sinks is None else torch.exp(sinks[head].double() - top))
-            out[row, head] = (weights / total) @ v[low:row + 1, own]
+    behind = torch.arange(len(q))[:, None] - torch.arange(len(q))[None, :]
+    seen = (behind >= 0) & (behind < (len(q) if spec.window is None else spec.window))
+    for head in range(spec.heads):
+        own = head // (spec.heads // spec.kv_heads)
+        scores = q[:, head] @ k[:, own].T * spec.scale
+        if spec.softcap is not None:
+            scores = torch.tanh(scores / spec.softcap) * spec.softcap
+        scores[~seen] = -torch.inf
+        top = scores.amax(1, keepdim=True)
+        if sinks is not None:
+            top = torch.maximum(top, sinks[head].double())
+        weights = torch.exp(scores - top)
+        total = weights.sum(1, keepdim=True)
+        if sinks is not None:
+            total = total + torch.exp(sinks[head].double() - top)
+        out[:, head] = weights / total @ v[:, own]
     return out
 
 

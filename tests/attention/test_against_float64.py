@@ -36,23 +36,13 @@ def test_every_cache_type(name: str, cache: str, source: str) -> None:
     check(name, spec, lengths, TYPES[source], TYPES[cache], 16, in_chunks(lengths, 3))
 
 
-@pytest.mark.parametrize("dim", [8, 32, 72, 80, 96, 112, 120, 128, 192, 256])
-def test_every_head_size(dim: int) -> None:
-    spec = LayerSpec(4, 2, dim, dim, dim**-0.5)
-    check("cpu", spec, [140, 9], torch.bfloat16, torch.bfloat16, 16, [[139, 9], [1, 0]])
-
-
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 16])
-def test_every_group(group: int) -> None:
-    spec = LayerSpec(2 * group, 2, 64, 64, 0.125)
-    check("cpu", spec, [140, 23], torch.bfloat16, torch.bfloat16, 16, [[139, 22], [1, 1]])
-
-
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 128), (16, 33), (33, 16), (1, 1), (24, 5)])
-@pytest.mark.parametrize("kind", ["bf16", "fp32"])
-def test_keys_and_values_of_different_size(key_dim: int, value_dim: int, kind: str) -> None:
-    spec = LayerSpec(2, 1, key_dim, value_dim, key_dim**-0.5)
-    check("cpu", spec, [70, 18], TYPES[kind], TYPES[kind], 16, [[69, 18], [1, 0]])
+@pytest.mark.parametrize(("key_dim", "value_dim", "group", "kind"), [
+    (8, 8, 4, "bf16"), (32, 32, 7, "fp32"), (72, 72, 1, "bf16"), (80, 80, 2, "fp16"), (96, 96, 16, "bf16"),
+    (112, 112, 5, "fp32"), (120, 120, 6, "bf16"), (128, 128, 8, "bf16"), (192, 128, 3, "bf16"),
+    (256, 256, 2, "bf16"), (33, 16, 3, "bf16"), (24, 5, 1, "fp32"), (1, 1, 4, "bf16"), (64, 64, 1, "bf16")])
+def test_head_sizes_and_groups(key_dim: int, value_dim: int, group: int, kind: str) -> None:
+    spec = LayerSpec(2 * group, 2, key_dim, value_dim, key_dim**-0.5)
+    check("cpu", spec, [140, 23], TYPES[kind], TYPES[kind], 16, [[139, 22], [1, 1]])
 
 
 @pytest.mark.parametrize("name", ["cpu", "reference"])
@@ -63,7 +53,7 @@ def test_windows(name: str, window: int) -> None:
     check(name, spec, lengths, torch.float32, torch.float32, 16, in_chunks(lengths, window))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_batch(data: st.DataObject) -> None:
     """Both backends, any rule, any cut; the shapes are few so that few kernels are compiled."""
