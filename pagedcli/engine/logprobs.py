@@ -11,7 +11,7 @@ from typing import Any, overload
 import numpy as np
 
 from pagedcli.core.errors import CannotRunError
-from pagedcli.engine import row_kernels as kernels
+from pagedcli.engine import draw_kernels
 
 SPILL_BYTES = 64 << 20
 """Prompt log-probabilities of one request beyond this many bytes go to a temporary file."""
@@ -68,7 +68,7 @@ def top_logprobs(row: np.ndarray, peaks: np.ndarray, log_sum: float, k: int, cho
     else:
         limit = len(row) if k < 0 else min(k, len(row))
         ids = np.empty(len(row), np.int64)
-        ids = ids[:kernels.top_entries(row, peaks, peaks.max(), limit, ids)]
+        ids = ids[:draw_kernels.top_entries(row, peaks, peaks.max(), limit, ids)]
         ids = ids[np.argsort(-row[ids], kind="stable")]
         if chosen not in ids:
             ids = np.append(ids, chosen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 PIECE_STEPS = ["Replace", "ByteFallback", "Fuse", "Strip"]
@@ -85,3 +86,44 @@ class BytePieces:
         for old, new in self._replacements:
             text = text.replace(old, new)
         return str(text).encode()
+
+
+class StopSpelling:
+    """Says whether a token completes a stop string, in the manner of transformers' StopStringCriteria.
+
+    A stop counts when it ends inside the newest token. It is looked for in the bytes of all ids, so it may begin in the
+    prompt, and special tokens count as their names.
+    """
+
+    ANCHOR = "abcdef"
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._pieces = BytePieces(backend, skip_special=False)
+        self._anchor: list[int] = [] if self._pieces.supported else backend.encode(
+            self.ANCHOR, add_special_tokens=False).ids
+        self._known: dict[int, bytes] = {}
+
+    def completed(self, before: Sequence[int], token: int, stops: Sequence[str]) -> str | None:
+        """The stop string that `token` completes after `before`, the one that ends first; or None."""
+        last = self._spell(token)
+        if not last:
+            return None
+        targets = [stop.encode() for stop in stops]
+        longest = max(map(len, targets))
+        data = b"".join([self._spell(item) for item in before[-(longest - 1):]] if longest > 1 else []) + last
+        best: tuple[int, int] | None = None
+        for place, target in enumerate(targets):
+            at = data.find(target, max(0, len(data) - len(last) + 1 - len(target)))
+            if at >= 0 and (best is None or at + len(target) < best[0]):
+                best = (at + len(target), place)
+        return None if best is None else stops[best[1]]
+
+    def _spell(self, token: int) -> bytes:
+        if self._pieces.supported:
+            return self._pieces.piece(token)
+        found = self._known.get(token)
+        if found is None:
+            text = self._backend.decode([*self._anchor, token], skip_special_tokens=False)
+            found = self._known[token] = text[text.index(self.ANCHOR) + len(self.ANCHOR):].encode()
+        return found

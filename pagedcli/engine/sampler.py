@@ -15,7 +15,9 @@ from pagedcli.core.errors import CannotRunError
 from pagedcli.core.plan import StepPlan, StepResult
 from pagedcli.core.request import Request
 from pagedcli.core.sequence import Sequence, SequenceGroup, TokenChoice
+from pagedcli.engine import draw_kernels
 from pagedcli.engine import row_kernels as kernels
+from pagedcli.engine.beam import BeamState
 from pagedcli.engine.interface import Choices, Sampler
 from pagedcli.engine.logits import (
     BadWords,
@@ -25,54 +27,20 @@ from pagedcli.engine.logits import (
     needs_processing,
     process,
 )
-from pagedcli.engine.logprobs import SPILL_BYTES, PromptLogprobs, token_logprob, top_logprobs
+from pagedcli.engine.logprobs import SPILL_BYTES, PromptLogprobs, TopLogprobs, token_logprob, top_logprobs
+from pagedcli.engine.pieces import StopSpelling
+from pagedcli.engine.row_stats import RowStats
 from pagedcli.engine.streams import StreamKey, stream_key, uniforms
 
 
 @dataclass(slots=True)
-class _Rows:
-    """Statistics of some rows of a [rows, vocabulary] float32 array; see `row_kernels.row_stats`."""
-
-    values: np.ndarray
-    index: np.ndarray
-    status: np.ndarray
-    best: np.ndarray
-    peaks: np.ndarray
-    sums: np.ndarray
-    log_sum: np.ndarray
-
-    @classmethod
-    def of(cls, values: np.ndarray, index: Items[int]) -> _Rows:
-        count, blocks = len(index), -(-values.shape[1] // kernels.BLOCK)
-        rows = cls(values, np.array(index, np.int64), np.empty(count, np.int64), np.empty(count, np.int64),
-                   np.empty((count, blocks), np.float32), np.empty((count, blocks), np.float64),
-                   np.empty(count, np.float64))
-        if count:
-            kernels.row_stats(values, rows.index, rows.status, rows.best, rows.peaks, rows.sums, rows.log_sum)
-        return rows
-
-    def row(self, place: int) -> np.ndarray:
-        return self.values[self.index[place]]
-
-    def refuse_bad(self, owners: Items[Sequence], when: str) -> None:
-        """Raises CannotRunError for the first row that no token can be drawn from."""
-        for place in np.flatnonzero(self.status).tolist():
-            seq = owners[place]
-            fault = ("hold NaN or infinity" if self.status[place] == kernels.NOT_A_NUMBER
-                     else "allow no token (all are -inf)")
-            raise CannotRunError(
-                f"request {seq.group.request.key!r} (sequence {seq.id}, position {seq.length}): its logits {when} "
-                f"{fault}; try --dtype fp32, or check the weights" + ("" if when == "from the model" else
-                                                                     ", bad_words and min_tokens"))
-
-
-@dataclass(slots=True)
 class _Work:
-    """What one step asks for. `samplers` and `prompts` pair a logit row with its sequence."""
+    """What one step asks for: logit rows to draw from, with their sequences; rows of beams, by group (its order of
+    arrival); rows that score a position of a prompt."""
 
     rows: list[int] = field(default_factory=list)
     owners: list[Sequence] = field(default_factory=list)
-    beams: dict[int, tuple[SequenceGroup, list[tuple[int, Sequence]]]] = field(default_factory=dict)
+    beams: dict[int, list[tuple[int, Sequence]]] = field(default_factory=dict)
     prompts: list[tuple[int, Sequence, int]] = field(default_factory=list)
 
 
@@ -83,20 +51,19 @@ class TorchSampler(Sampler):
     uniform number that is a function of (seed, request key, sample, position) only. So no choice depends on the batch.
 
     `seed` serves requests that bring none. `eos_ids` and `tokenizer` (with `.backend`) serve min_tokens, bad words and
-    beams. `max_positions` bounds beams whose request sets no max_tokens.
+    beams. Prompt log-probabilities of one request beyond `spill_bytes` go to a temporary file.
     """
 
     def __init__(
-        self, seed: int = 0, *, eos_ids: Items[int] = (), tokenizer: Any = None, max_positions: int | None = None,
-        spill_bytes: int = SPILL_BYTES,
+        self, seed: int = 0, *, eos_ids: Items[int] = (), tokenizer: Any = None, spill_bytes: int = SPILL_BYTES,
     ) -> None:
         self._seed = seed
         self._eos_ids = tuple(eos_ids)
         self._tokenizer = tokenizer
-        self._max_positions = max_positions
         self._spill_bytes = spill_bytes
         self._keys: dict[int, StreamKey] = {}
         self._counts: dict[int, TokenCounts] = {}
+        self._stop_spelling: StopSpelling | None = None
         self._bad_words: dict[tuple[str, ...], BadWords] = {(): ()}
         self._scratch = np.empty((0, 4, 0), np.float32)
         self._scratch_ids = np.empty((0, 0), np.int64)
@@ -120,6 +87,8 @@ class TorchSampler(Sampler):
             self._score_prompts(values, work.prompts)
         if work.rows:
             self._sample(values, work.rows, work.owners, choices)
+        for members in work.beams.values():
+            choices.update(self._search(values, members))
         return choices
 
     def forked(self, parent: int, child: int) -> None:
@@ -141,7 +110,7 @@ class TorchSampler(Sampler):
                                                        values.shape[1], self._spill_bytes)
             if not group.prompt_logprobs.has(position):
                 fresh.append((row, seq, position))
-        stats = _Rows.of(values, [row for row, _, _ in fresh])
+        stats = RowStats.of(values, [row for row, _, _ in fresh])
         stats.refuse_bad([seq for _, seq, _ in fresh], "from the model")
         for place, (_, seq, position) in enumerate(fresh):
             seq.group.prompt_logprobs.put(position, stats.row(place), stats.peaks[place], float(stats.log_sum[place]))
@@ -149,7 +118,7 @@ class TorchSampler(Sampler):
     def _sample(
         self, values: np.ndarray, rows: list[int], owners: list[Sequence], choices: dict[int, list[TokenChoice]]
     ) -> None:
-        raw = _Rows.of(values, rows)
+        raw = RowStats.of(values, rows)
         raw.refuse_bad(owners, "from the model")
         changed = [place for place, seq in enumerate(owners)
                    if needs_processing(seq.group.params, seq.output_len)]
@@ -180,18 +149,18 @@ class TorchSampler(Sampler):
                     sample if count > 1 else None)
                 for sample, token in enumerate(tokens)]
 
-    def _altered(self, values: np.ndarray, rows: list[int], owners: list[Sequence]) -> _Rows:
+    def _altered(self, values: np.ndarray, rows: list[int], owners: list[Sequence]) -> RowStats:
         """Processed copies of some rows, with their statistics."""
         copies = values[rows]
         if rows:
             process(torch.from_numpy(copies), owners, [self._history(seq) for seq in owners],
                     [self._words(seq) for seq in owners], self._eos_ids)
-        stats = _Rows.of(copies, range(len(rows)))
+        stats = RowStats.of(copies, range(len(rows)))
         stats.refuse_bad(owners, "after logit_bias, bad_words, min_tokens and penalties")
         return stats
 
     def _draw(
-        self, rows: _Rows, jobs: list[tuple[int, int, int]], owners: list[Sequence], drawn: dict[int, list[int]]
+        self, rows: RowStats, jobs: list[tuple[int, int, int]], owners: list[Sequence], drawn: dict[int, list[int]]
     ) -> None:
         seqs = [owners[place] for place, _, _ in jobs]
         params = [seq.group.params for seq in seqs]
@@ -199,14 +168,44 @@ class TorchSampler(Sampler):
         tokens = np.empty(len(jobs), np.int64)
         uniform = uniforms([self._key(seq) for seq in seqs], [sample for _, _, sample in jobs],
                            [seq.output_len for seq in seqs])
-        scratch, ids = self._room(rows.values.shape[1])
-        kernels.draw_rows(
-            rows.values, rows.index[at], at, rows.best, rows.peaks, rows.sums,
-            np.array([item.temperature for item in params], np.float64),
-            np.array([item.top_k for item in params], np.int64), np.array([item.top_p for item in params], np.float64),
-            np.array([item.min_p for item in params], np.float64), uniform, scratch, ids, tokens)
+        knobs = np.array([(item.temperature, item.top_k, item.top_p, item.min_p, 0.0) for item in params])
+        knobs[:, 4] = uniform
+        width = rows.values.shape[1]
+        scratch, ids = self._room(width)
+        run = draw_kernels.draw_rows_threads if len(jobs) * width >= kernels.THREAD_ENTRIES else draw_kernels.draw_rows
+        run(rows.values, rows.index[at], at, rows.best, rows.peaks, rows.sums, knobs, scratch, ids, tokens)
         for (place, _, _), token in zip(jobs, tokens.tolist(), strict=True):
             drawn.setdefault(place, []).append(token)
+
+    def _search(self, values: np.ndarray, members: list[tuple[int, Sequence]]) -> dict[int, list[TokenChoice]]:
+        """One step of a group's beams; all of its live sequences are here at once."""
+        rows, live = [row for row, _ in members], [seq for _, seq in members]
+        group = live[0].group
+        if len(live) != len(group.live):
+            raise CannotRunError(f"request {group.request.key!r}: {len(live)} of its {len(group.live)} beams were "
+                                 "computed in a step; they can only be compared together", "internal")
+        if group.beam is None:
+            group.beam = BeamState(group, self._eos_ids, group.max_output, self._spelling(group))
+        raw = RowStats.of(values, rows)
+        raw.refuse_bad(live, "from the model")
+        log_probs = torch.log_softmax(torch.from_numpy(values[rows]), -1)
+        if needs_processing(group.params, live[0].output_len):
+            process(log_probs, live, [self._history(seq) for seq in live], [self._words(seq) for seq in live],
+                    self._eos_ids, words_reach_prompt=True)
+        wanted = group.params.logprobs
+
+        def details(place: int, token: int) -> tuple[float, TopLogprobs | None]:
+            row, log_sum = raw.row(place), float(raw.log_sum[place])
+            top = None if wanted is None else top_logprobs(row, raw.peaks[place], log_sum, wanted, token)
+            return token_logprob(row[token], log_sum), top
+
+        state: BeamState = group.beam
+        return state.step(live, log_probs, details)
+
+    def _spelling(self, group: SequenceGroup) -> StopSpelling | None:
+        if group.params.stop and self._stop_spelling is None:
+            self._stop_spelling = StopSpelling(self._tokenizer.backend)
+        return self._stop_spelling
 
     def _room(self, width: int) -> tuple[np.ndarray, np.ndarray]:
         threads = numba.get_num_threads()
@@ -264,7 +263,9 @@ def _sort_out(plan: StepPlan, sequences: Mapping[int, Sequence]) -> _Work:
             work.prompts += [(row + position - first, seq, position)
                              for position in range(max(first, 1), min(end + 1, seq.prompt_len))]
         row += item.logit_rows
-        if end == seq.length:
+        if end == seq.length and params.use_beam_search:
+            work.beams.setdefault(seq.group.order, []).append((row - 1, seq))
+        elif end == seq.length:
             work.rows.append(row - 1)
             work.owners.append(seq)
     return work

@@ -1,0 +1,50 @@
+"""What one pass over rows of logits tells: the maximum, the sum of exponentials, and whether a row is fit to use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagedcli.core.errors import CannotRunError
+from pagedcli.core.sequence import Sequence
+from pagedcli.engine import row_kernels as kernels
+
+
+@dataclass(slots=True)
+class RowStats:
+    """Statistics of the rows `index` of `values` [rows, vocabulary] float32, as `row_kernels.row_stats` fills them."""
+
+    values: np.ndarray
+    index: np.ndarray
+    status: np.ndarray
+    best: np.ndarray
+    peaks: np.ndarray
+    sums: np.ndarray
+    log_sum: np.ndarray
+
+    @classmethod
+    def of(cls, values: np.ndarray, index: Items[int]) -> RowStats:
+        count, blocks = len(index), -(-values.shape[1] // kernels.BLOCK)
+        rows = cls(values, np.array(index, np.int64), np.empty(count, np.int64), np.empty(count, np.int64),
+                   np.empty((count, blocks), np.float32), np.empty((count, blocks), np.float64),
+                   np.empty(count, np.float64))
+        if count:
+            run = kernels.row_stats_threads if count * values.shape[1] >= kernels.THREAD_ENTRIES else kernels.row_stats
+            run(values, rows.index, rows.status, rows.best, rows.peaks, rows.sums, rows.log_sum)
+        return rows
+
+    def row(self, place: int) -> np.ndarray:
+        return self.values[self.index[place]]
+
+    def refuse_bad(self, owners: Items[Sequence], when: str) -> None:
+        """Raises CannotRunError for the first row that no token can be drawn from."""
+        for place in np.flatnonzero(self.status).tolist():
+            seq = owners[place]
+            fault = ("hold NaN or infinity" if self.status[place] == kernels.NOT_A_NUMBER
+                     else "allow no token (all are -inf)")
+            raise CannotRunError(
+                f"request {seq.group.request.key!r} (sequence {seq.id}, position {seq.length}): its logits {when} "
+                f"{fault}; try --dtype fp32, or check the weights" + ("" if when == "from the model" else
+                                                                     ", bad_words and min_tokens"))
