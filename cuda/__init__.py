@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from importlib.resources import files
+from pkgutil import extend_path
+
+if __name__ == "cuda":
+    # The checkout is on the import path, so this folder hides NVIDIA's namespace package `cuda`, of which CuPy needs
+    # parts: look for those elsewhere on the path too.
+    __path__ = extend_path(__path__, __name__)
 
 KERNEL_FILES: tuple[str, ...] = ("cache_ops.cu", "paged_attention.cu", "paged_attention_mma.cu", "paged_prefill.cu")
 HEADER_FILES: tuple[str, ...] = ("common.cuh", "convert.cuh", "ptx.cuh", "simt_attention.cuh", "mma_attention.cuh")

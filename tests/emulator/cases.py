@@ -5,7 +5,7 @@ Each case knows the kernels it launches, so that a module compiles all it needs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -37,12 +37,12 @@ class Kernels:
             for (_, names), module in zip(parts, made, strict=True):
                 self._modules.update(dict.fromkeys(names, module))
 
-    def launch(self, kernel: Kernel, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
+    def launch(self, kernel: Kernel, grid: tuple[int, ...], args: tuple[Any, ...], only: Sequence[int] = ()) -> None:
         if kernel.name not in self._modules:
             self.build([kernel])
         module = self._modules[kernel.name]
         module.schedule = self.schedule
-        module.launch(kernel.name, grid, kernel.threads, args, kernel.shared_bytes)
+        module.launch(kernel.name, grid, kernel.threads, args, kernel.shared_bytes, only)
 
 
 class Recorder:
@@ -51,7 +51,7 @@ class Recorder:
     def __init__(self) -> None:
         self.kernels: list[Kernel] = []
 
-    def launch(self, kernel: Kernel, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
+    def launch(self, kernel: Kernel, grid: tuple[int, ...], args: tuple[Any, ...], only: Sequence[int] = ()) -> None:
         self.kernels.append(kernel)
 
 
@@ -99,12 +99,11 @@ def prefill_case(chunks: tuple[tuple[int, int], ...] = CHUNKS, sinks: bool = Fal
     return Case(label, s.dtype, TOLERANCE[s.dtype], run)
 
 
-def write_case(scales: bool = False, **shape: Any) -> Case:
-    s = make_shape(**shape)
-    size = s.block_size
+def write_case(scales: bool = False, separate: bool = False, **shape: Any) -> Case:
+    s, size = make_shape(**shape), int(shape.get("block_size", 16))
     slots = [3, -1, 4 * size + size - 1, size, 2 * size + 1, -1, 0]
     return Case(f"write {s.dtype}/{s.cache_dtype} d{s.head_dim} b{s.block_size}", s.dtype, 0.0,
-                lambda launch: write_error(launch, s, slots, 5, scales))
+                lambda launch: write_error(launch, s, slots, 5, scales, separate=separate))
 
 
 def matrix() -> list[Case]:

@@ -124,12 +124,16 @@ class EmuModule:
             raise EmulatorError(f"no kernel {name}")
         return text.decode().split(",") if text else []
 
-    def launch(self, name: str, grid: Sequence[int], threads: int, args: Sequence[Any], shared: int = 0) -> None:
-        """Runs one kernel. Arrays are written in place. EmulatorError: anything at all went wrong."""
+    def launch(self, name: str, grid: Sequence[int], threads: int, args: Sequence[Any], shared: int = 0,
+               only: Sequence[int] = ()) -> None:
+        """Runs one kernel. Arrays are written in place. EmulatorError: anything at all went wrong.
+
+        only: the blockIdx.x to run, all when empty; the grid is checked whole (fast build).
+        """
         full = [*grid, 1, 1][:3]
         if self.mode == "fast":
             self._check(name, args)
-            self._in_process(name, full, threads, args, shared)
+            self._in_process(name, full, threads, args, shared, only)
         else:
             self._as_program(name, full, threads, args, shared)
 
@@ -147,7 +151,8 @@ class EmuModule:
             if got != want and not (got == "i8" and want == "p" and value == 0):
                 raise EmulatorError(f"{name}: argument {place}: kernel wants {want}, call passes {got}")
 
-    def _in_process(self, name: str, grid: list[int], threads: int, args: Sequence[Any], shared: int) -> None:
+    def _in_process(self, name: str, grid: list[int], threads: int, args: Sequence[Any], shared: int,
+                    only: Sequence[int]) -> None:
         keep: list[Any] = []
         pointers = (ctypes.c_void_p * len(args))()
         for place, value in enumerate(args):
@@ -161,7 +166,8 @@ class EmuModule:
                 pointers[place] = keep[-1].ctypes.data
         message = ctypes.create_string_buffer(2048)
         status = self._lib.emu_launch(name.encode(), (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(threads, 1, 1),
-                                      ctypes.c_size_t(shared), pointers, self.schedule, message, 2048)
+                                      ctypes.c_size_t(shared), pointers, self.schedule,
+                                      (ctypes.c_uint * len(only))(*only), len(only), message, 2048)
         if status:
             raise EmulatorError(message.value.decode())
 

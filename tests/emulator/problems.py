@@ -4,9 +4,9 @@ float64 says. Used on the emulator and, with device pointers, on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,14 @@ from pagedcli.attention.cuda_launch import Kernel
 from pagedcli.attention.cuda_shapes import H200, AttentionShape
 from tests.emulator.numbers import STORAGE, attend, decode, encode, poison, worst_error
 
-Launch = Callable[[Kernel, tuple[int, ...], tuple[Any, ...]], None]
-"""(kernel, grid, packed arguments): runs it now."""
+
+class Launch(Protocol):
+    """Runs a kernel now. only: the blockIdx.x that matter to the caller; others may be left out."""
+
+    def __call__(self, kernel: Kernel, grid: tuple[int, ...], args: tuple[Any, ...],
+                 only: Sequence[int] = ()) -> None: ...
+
+
 ABSENT_BLOCK = 0x7FFFFFF0
 """Stands in table entries past a sequence's end: reading the cache there cannot go unnoticed."""
 
@@ -45,9 +51,9 @@ class Problem:
     layers: int = 2
     spread: int | None = None
     sharp: float = 1.0
+    level: float = 0.0
     seed: int = 0
     table_width: int | None = None
-    separate: bool = False   # keys and values in arrays of their own, for builds that copy arguments
     pool: NDArray[Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,8 +80,10 @@ class Problem:
         for row, (context, count) in enumerate(zip(self.contexts, counts, strict=True)):
             self.tables[row, :count] = used[at:at + count]
             at += count
-            stored = [encode(rng.standard_normal((context, s.kv_heads, s.head_dim)).astype(np.float32), s.cache_dtype)
-                      for _ in range(2)]
+            drawn = rng.standard_normal((2, context, s.kv_heads, s.head_dim)).astype(np.float32)
+            if self.level:
+                drawn[0] = 64 + drawn[0] / 16
+            stored = [encode(part, s.cache_dtype) for part in drawn]
             for token in range(context):
                 block, slot = self.tables[row, token // s.block_size], token % s.block_size
                 for part in range(2):
@@ -89,8 +97,10 @@ class Problem:
                 self.tables[row, dead] = ABSENT_BLOCK
         self.tokens = sum(self.query_lens)
         q = rng.standard_normal((max(1, self.tokens), s.heads, s.head_dim)).astype(np.float32) * self.sharp
+        if self.level:
+            q = q / 1024 + np.float32(self.level / (64 * s.head_dim * s.scale))
         self.q = encode(q, s.dtype)
-        self.sink_logits = rng.standard_normal(s.heads).astype(np.float32) * 2 if self.sinks else None
+        self.sink_logits = rng.standard_normal(s.heads).astype(np.float32) * 2 + 2 if self.sinks else None
         self.context_array = np.array(self.contexts, np.int32)
         self.grid = grid
 
@@ -98,8 +108,6 @@ class Problem:
     def base(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """Keys and values of the layer, as views into the pool."""
         k = (self.layers - 1) * 2 * self.tile
-        if self.separate:
-            return self.pool[k:].copy(), self.pool[k + self.tile:].copy()
         return self.pool[k:], self.pool[k + self.tile:]
 
     def want(self) -> NDArray[np.float64]:

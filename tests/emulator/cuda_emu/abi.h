@@ -3,14 +3,16 @@
 #pragma once
 #include "launch.h"
 
+// only: the blockIdx.x to run, n of them; all with n = 0.
 extern "C" int emu_launch(const char* name, const unsigned* g, const unsigned* b, size_t smem, void** args, int sched,
-                          char* err, int errn) {
+                          const unsigned* only, int n, char* err, int errn) {
   auto it = emu::table.find(name);
   if (it == emu::table.end()) {
     snprintf(err, errn, "no kernel %s", name);
     return 2;
   }
   emu::R.sched = sched;
+  emu::R.only.assign(only, only + n);
   bool ok = it->second.run(dim3(g[0], g[1], g[2]), dim3(b[0], b[1], b[2]), smem, args);
   snprintf(err, errn, "%s", emu::R.err.c_str());
   return ok ? 0 : 1;
@@ -55,13 +57,14 @@ int main(int, char** av) {
   }
   fclose(f);
   char err[2048];
-  int rc = emu_launch(name.c_str(), g, b, smem, args.data(), head[0], err, sizeof err);
+  int rc = emu_launch(name.c_str(), g, b, smem, args.data(), head[0], nullptr, 0, err, sizeof err);
   if (rc) {
     fprintf(stderr, "EMU: %s\n", err);
     _exit(rc);
   }
   f = fopen(av[2], "wb");
-  for (int i = 0; i < head[1]; i++) fwrite(bufs[i], 1, sizes[i], f);
+  for (int i = 0; i < head[1]; i++)
+    if (sizes[i]) fwrite(bufs[i], 1, sizes[i], f);
   fclose(f);
   _exit(0);
 }

@@ -148,6 +148,7 @@ inline bool run_grid(dim3 grid, dim3 block, size_t smem, void (*body)(void*), vo
   for (uint64_t k = 0; k < nb && !R.failed; k++) {
     uint64_t b = R.sched == 1 ? nb - 1 - k : k;
     R.bid = uint3{(unsigned)(b % grid.x), (unsigned)(b / grid.x % grid.y), (unsigned)(b / grid.x / grid.y)};
+    if (!R.only.empty() && std::find(R.only.begin(), R.only.end(), R.bid.x) == R.only.end()) continue;
     R.block_serial++;
     R.ndone = R.nblockwait = 0;
     R.static_smem = 0;

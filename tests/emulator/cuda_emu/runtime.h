@@ -42,6 +42,7 @@ struct Rt {
   std::vector<Fiber> f;
   unsigned nthreads = 0, ndone = 0, nblockwait = 0;
   std::vector<unsigned> order;  // schedule order (permutation of threads)
+  std::vector<unsigned> only;   // blockIdx.x to run, all when empty
   Fiber mainf;
   Fiber* cur = nullptr;
   void (*body)(void*) = nullptr;
