@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import os
 import resource
-import signal
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +19,7 @@ from pagedcli.cli.environment import Environment, environment_of
 from pagedcli.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, run_config, sampling_fields, with_options
 from pagedcli.cli.paths import Target, find_target
 from pagedcli.cli.render import progress_bar, summary_lines
+from pagedcli.cli.running import Stopwatch, stopping_on_signals
 from pagedcli.core.config import RunConfig
 from pagedcli.core.errors import ExitStatus, UsageError
 
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
     from pagedcli.generate.sampling import SamplingDefaults
     from pagedcli.generate.source import InputRows, Scan
     from pagedcli.generate.summary import Summary
+    from pagedcli.generate.tokens import TextCodec
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
                   context_settings={"help_option_names": ["-h", "--help"]})
@@ -153,11 +152,14 @@ def _serve(environment: Environment, plan: Plan, source: InputRows, scan: Scan, 
         info = engine.executor.info
         journal.confirm({"model": info.model, "device": info.device, "dtype": info.dtype, "kv_dtype": info.kv_dtype,
                          "attention": info.attention, "vocabulary": engine.executor.limits.vocab_size})
+        codec = None if engine.tokenizer is None else TextCodec(engine.tokenizer)
+        notes = info.notes
+        if plan.shared_prefix is not None:
+            notes += (_pin(engine, codec, plan.shared_prefix),)
         watch.lap("build")
         with progress_bar(environment, plan.interactive) as observer:
-            codec = None if engine.tokenizer is None else TextCodec(engine.tokenizer)
             job = Job(source, scan, engine, codec, journal, defaults, observer)
-            with _stopping_on_signals(job.stop):
+            with stopping_on_signals(job.stop):
                 job.run()
         watch.lap("generate")
         _publish(environment, plan.target, journal)
@@ -167,10 +169,24 @@ def _serve(environment: Environment, plan: Plan, source: InputRows, scan: Scan, 
                      "attention": info.attention, "threads": info.threads,
                      "block_size": engine.executor.limits.block_size, "sampling": dict(plan.sampling)}
         return summarise(rows=journal.rows, failed=journal.failed, resumed=journal.resumed, counters=engine.counters,
-                         limits=engine.executor.limits, info=info, seconds=watch.seconds(info.load_seconds),
+                         limits=engine.executor.limits, notes=notes, seconds=watch.seconds(info.load_seconds),
                          signature=signature, peak_memory_bytes=_peak_memory())
     finally:
         engine.close()
+
+
+def _pin(engine: Any, codec: TextCodec | None, text: str) -> str:
+    """Compute the shared prefix and keep it; returns what to tell about it."""
+    from pagedcli.core.errors import RequestError
+
+    if codec is None:
+        raise UsageError("--shared-prefix: the model has no tokenizer, so a text prefix cannot be used")
+    tokens = codec.encode_batch([text])[0]
+    try:
+        kept = engine.pin_prefix(tokens)
+    except RequestError as fault:
+        raise UsageError(f"--shared-prefix cannot be kept: {fault.message}", fault.code) from fault
+    return f"shared prefix: {kept} of its {len(tokens)} tokens kept in the KV cache (whole blocks only)"
 
 
 def _nothing_run(plan: Plan, journal: Journal, watch: Stopwatch) -> Summary:
@@ -192,8 +208,12 @@ def _publish(environment: Environment, target: Target, journal: Journal) -> None
             _discard_stdout()
             raise
     elif target.stream:
-        with target.path.open("wb") as stream:
+        stream = target.path.open("wb")
+        try:
             journal.stream(stream)
+        finally:
+            with suppress(OSError):  # a device that refused the rows refuses them again on closing
+                stream.close()
     else:
         journal.publish(target.path)
 
@@ -220,51 +240,6 @@ def _told_how_to_go_on(journal: Journal) -> Iterator[None]:
             raise Interrupted("interrupted before any row was done; nothing is kept") from fault
         raise Interrupted(f"interrupted: {journal.finished} of {journal.rows} rows are done and kept in "
                           f"{journal.path}. Give the same command again to go on; --restart starts anew") from fault
-
-
-@contextmanager
-def _stopping_on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM lets the step in progress end; a second one ends at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    seen: list[int] = []
-
-    def handle(number: int, frame: object) -> None:
-        del frame
-        seen.append(number)
-        if len(seen) > 1:
-            raise KeyboardInterrupt
-        stop()
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-class Stopwatch:
-    """Where the time of a run goes, part by part."""
-
-    def __init__(self, environment: Environment) -> None:
-        self._laps = {"startup": environment.startup} if environment.startup else {}
-        self._begun = self._last = environment.started
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self._laps[name] = self._laps.get(name, 0.0) + now - self._last
-        self._last = now
-
-    def seconds(self, loading: Mapping[str, float]) -> dict[str, float]:
-        """Seconds by part; `build` is split into what the executor says of itself, the rest staying under its name."""
-        parts = dict(self._laps)
-        if loading and "build" in parts:
-            parts["build"] = max(parts["build"] - sum(loading.values()), 0.0)
-            for name, value in loading.items():
-                parts[name] = parts.get(name, 0.0) + value
-        return {**parts, "total": sum(self._laps.values())}
 
 
 def _read_prefix(path: str | None) -> str | None:

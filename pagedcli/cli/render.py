@@ -23,8 +23,9 @@ def progress_bar(environment: Environment, wanted: bool) -> Iterator[Observer | 
     from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
+    console = Console(file=environment.err, force_terminal=True)
     bar = Bar(TextColumn("{task.completed}/{task.total} rows"), BarColumn(), TimeRemainingColumn(),
-              TextColumn("{task.fields[state]}"), console=Console(file=environment.err, force_terminal=True), transient=True)
+              TextColumn("{task.fields[state]}"), console=console, transient=True)
     with bar:
         task = bar.add_task("rows", total=None, state="")
 

@@ -17,22 +17,27 @@ import re
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from pagedcli.core.errors import CannotRunError, UsageError
 from pagedcli.generate.encoding import Line
+from pagedcli.generate.journal_header import (
+    FORMAT,
+    Settings,
+    check_header,
+    differences,
+    read_ran_on,
+    refuse_differences,
+    torn_header,
+)
 
-FORMAT = 1
 SYNC_SECONDS = 10.0
 _CHUNK = 1 << 20
 _HEAD = re.compile(rb'\{"index": (\d+), "ok": (true|false), "row": ')
 _TAIL = re.compile(rb', "crc": "([0-9a-f]{8})"\}\n')
 _TAIL_BYTES = len(b', "crc": "01234567"}\n')
-
-Settings = Mapping[str, Any]
-
 
 class Journal:
     """An open journal of `rows` rows. Holds 16 bytes a row, never the rows themselves.
@@ -74,7 +79,7 @@ class Journal:
         something else: the file would mix two models' words."""
         ours = json.loads(json.dumps(ran_on))
         if self.ran_on is not None:
-            _refuse_differences(self.path, differences(ours, self.ran_on))
+            refuse_differences(self.path, differences(ours, self.ran_on))
             return
         self.ran_on = ours
         line = json.dumps({"ran_on": ours}).encode() + b"\n"
@@ -184,8 +189,8 @@ class Journal:
             stream.seek(0)
             head = b"" if restart else stream.readline(_CHUNK)
             end = 0
-            if head and not _torn_header(head):
-                _check_header(self.path, head, settings)
+            if head and not torn_header(head):
+                check_header(self.path, head, settings)
                 end = self._load_rows(stream, len(head))
         self._ours = True
         with self._disk():
@@ -200,7 +205,7 @@ class Journal:
 
     def _load_rows(self, stream: BinaryIO, end: int) -> int:
         line = stream.readline(_CHUNK)
-        self.ran_on = _ran_on(line)
+        self.ran_on = read_ran_on(line)
         if self.ran_on is not None:
             end += len(line)
             line = stream.readline(_CHUNK)
@@ -243,65 +248,6 @@ class _DiskFaults:
         raise CannotRunError(f"{what} while writing beside {self.path}; the rows finished so far (up to "
                              f"{self.finished()}) are kept there: {way} and run the same command again",
                              "no_space" if full else "disk_error") from fault
-
-
-def differences(ours: Settings, theirs: Settings) -> list[str]:
-    """What differs between two headers, one phrase each: `name: journal's value, this run's value`."""
-    mine, other = dict(_flat(ours)), dict(_flat(theirs))
-    missing = object()
-    found = []
-    for name in sorted(mine.keys() | other.keys()):
-        if mine.get(name, missing) != other.get(name, missing):
-            found.append(f"{name}: journal {_shown(other, name)}, this run {_shown(mine, name)}")
-    return found
-
-
-def _shown(values: Mapping[str, Any], name: str) -> str:
-    return json.dumps(values[name], ensure_ascii=False) if name in values else "unset"
-
-
-def _flat(settings: Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
-
-
-def _check_header(path: Path, head: bytes, settings: Settings) -> None:
-    try:
-        found = json.loads(head)
-        version = found.pop("pagedcli_journal")
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as fault:
-        raise UsageError(f"{path} is in the way and is not a journal of this program: move it away, or use --restart "
-                         "to write over it", "foreign_journal") from fault
-    differ = differences(settings, found)
-    if version != FORMAT:
-        differ.insert(0, f"journal format: journal {version}, this version {FORMAT}")
-    _refuse_differences(path, differ)
-
-
-def _refuse_differences(path: Path, differ: list[str]) -> None:
-    if differ:
-        raise UsageError(f"{path} holds the rows of another run, which differs in: {'; '.join(differ)}. Run again with "
-                         "those settings to go on with it, use --restart to throw its rows away, or choose another "
-                         "--output", "journal_differs")
-
-
-def _torn_header(head: bytes) -> bool:
-    """Whether the only line is a header that was cut while it was being written."""
-    start = b'{"pagedcli_journal": '
-    return not head.endswith(b"\n") and (head.startswith(start) or start.startswith(head))
-
-
-def _ran_on(line: bytes) -> dict[str, Any] | None:
-    if not (line.startswith(b'{"ran_on": ') and line.endswith(b"}\n")):
-        return None
-    try:
-        found = json.loads(line)["ran_on"]
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _checked_length(stream: BinaryIO, part: bytes) -> int | None:

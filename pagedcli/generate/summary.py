@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pagedcli.engine.interface import Counters
-from pagedcli.execution.interface import ExecutorInfo, ExecutorLimits
+from pagedcli.execution.interface import ExecutorLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,9 @@ class Summary:
         return asdict(self)
 
 
-def summarise(*, rows: int, failed: int, resumed: int, counters: Counters, limits: ExecutorLimits, info: ExecutorInfo,
-              seconds: Mapping[str, float], signature: Mapping[str, Any], peak_memory_bytes: int = 0) -> Summary:
+def summarise(*, rows: int, failed: int, resumed: int, counters: Counters, limits: ExecutorLimits,
+              seconds: Mapping[str, float], signature: Mapping[str, Any], notes: tuple[str, ...] = (),
+              peak_memory_bytes: int = 0) -> Summary:
     """Totals of a job that an engine has run. `seconds["generate"]` is what rates are taken over."""
     generating = max(seconds.get("generate", 0.0), 1e-9)
     steps = max(counters.steps, 1)
@@ -73,4 +74,4 @@ def summarise(*, rows: int, failed: int, resumed: int, counters: Counters, limit
         sharing_saving=1 - counters.sharing_ratio_steps / ratio if ratio else 0.0,
         logical_block_steps=counters.logical_block_steps, physical_block_steps=counters.physical_block_steps,
         block_copies=counters.block_copies, blocks_swapped=counters.blocks_swapped,
-        peak_memory_bytes=peak_memory_bytes, seconds=dict(seconds), signature=dict(signature), notes=info.notes)
+        peak_memory_bytes=peak_memory_bytes, seconds=dict(seconds), signature=dict(signature), notes=notes)

@@ -185,6 +185,15 @@ def test_a_device_as_output_is_not_replaced(console: Console) -> None:
     assert result.exit_code == 0 and not Path(os.devnull).is_file()
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+def test_a_full_device_gives_one_message_and_keeps_the_rows(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(console.folder))
+    result, _ = console.generate(lines(*PROMPTS), "-o", "/dev/full", "-q")
+    assert result.exit_code == 3 and result.stderr.count("\n") == 1 and "No space left" in result.stderr
+    result, _ = console.generate(lines(*PROMPTS), "-o", os.devnull)
+    assert result.exit_code == 0 and len(console.engines) == 1 and "40 of them from the journal" in result.stderr
+
+
 def test_quiet_and_json_summary(console: Console) -> None:
     file = console.folder / "summary.json"
     result, _ = console.generate(lines({"prompt": "ab", "n": 2, "max_tokens": 3}, {"prompt": ""}), "--quiet",
@@ -324,6 +333,16 @@ def test_traceback_only_with_debug(console: Console) -> None:
     for words in (("--debug", *bad), (*bad, "--debug")):
         result = console(*words)
         assert result.exit_code == 2 and "Traceback" in result.stderr and "UsageError" in result.stderr
+
+
+def test_shared_prefix(console: Console) -> None:
+    prefix = console.write("prefix.txt", b"You are kind.\n" * 3)
+    result, _ = console.generate(lines({"prompt": "a"}), "--shared-prefix", prefix)
+    assert result.exit_code == 0 and bytes(console.engines[0].pinned) == b"You are kind.\n" * 3
+    assert "32 of its 42 tokens" in result.stderr
+    long = console.write("long.txt", b"x" * 600)
+    result, _ = console.generate(lines({"prompt": "a"}), "--shared-prefix", long, "--overwrite")
+    assert result.exit_code == 2 and "600 tokens" in result.stderr
 
 
 def test_progress_counts_rows(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:  # report 24

@@ -126,6 +126,12 @@ class FakeEngine:
             group.live.remove(seq)
             group.done.append(seq)
 
+    def pin_prefix(self, tokens: list[int]) -> int:
+        self.pinned = list(tokens)
+        if len(tokens) > self.executor.limits.max_positions:
+            raise RequestError("too_long", f"the prefix has {len(tokens)} tokens")
+        return len(tokens) // 16 * 16
+
     def has_work(self) -> bool:
         return bool(self._groups)
 

@@ -13,7 +13,8 @@ import pytest
 
 from pagedcli.core.errors import CannotRunError, UsageError
 from pagedcli.generate import journal as module
-from pagedcli.generate.journal import Journal, differences
+from pagedcli.generate.journal import Journal
+from pagedcli.generate.journal_header import differences
 
 SETTINGS = {"input": {"content": "abc"}, "sampling": {"temperature": 0.5, "stop": ["x"]}, "limit": None}
 
@@ -145,8 +146,8 @@ def test_other_hardware_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "j").exists()
 
 
-@pytest.mark.parametrize("data", [b"my notes\n", b"my notes", b'{"prompt": "a"}\n', b"[]\n", b'{"pagedcli_journal": 0}\n',
-                                  b"\x00" * 20])
+@pytest.mark.parametrize("data", [
+    b"my notes\n", b"my notes", b'{"prompt": "a"}\n', b"[]\n", b'{"pagedcli_journal": 0}\n', b"\x00" * 20])
 def test_files_of_others_are_left_alone(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "j").write_bytes(data)
     with pytest.raises(UsageError, match="--restart"):
