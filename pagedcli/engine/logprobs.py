@@ -192,10 +192,14 @@ class PromptLogprobs:
         return (self[position] for position in range(len(self)))
 
     def logprob(self, position: int) -> float | None:
-        """Log-probability of the prompt's own token at `position`; None for the first or a probability of zero."""
-        entry = self[position]
-        found = None if entry is None else dict(entry).get(self._prompt[position])
-        return found if found is not None and math.isfinite(found) else None
+        """Log-probability of the prompt's own token at `position`; None for the first, or where it is -inf."""
+        if position == 0 or not self._have[position]:
+            return None
+        token = self._prompt[position]
+        if self._everything:
+            value = float(np.frombuffer(self._records.get(position), np.float32)[token])
+            return value if math.isfinite(value) else None
+        return dict(self[position] or ()).get(token)
 
     @property
     def _record_type(self) -> np.dtype:
