@@ -252,3 +252,14 @@ def test_a_vocabulary_smaller_than_the_candidates():
     found = search(model, [1, 2], (3,), 6, beam_width=6)
     assert len({item.tokens for item in found}) == 6
     assert all(item.finish_reason == "stop" or len(item.tokens) == 6 for item in found)
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, 49_153])
+def test_a_row_scores_the_same_bits_among_any_number_of_beams(vocab):
+    rows = torch.from_numpy(np.random.default_rng(2).normal(0, 3, (24, vocab)).astype(np.float32))
+    whole, tops = torch.log_softmax(rows, -1), torch.topk(torch.log_softmax(rows, -1), 12)
+    for size in (1, 2, 3, 5, 8):
+        for start in range(0, 24, size):
+            part = torch.log_softmax(rows[start:start + size].clone(), -1)
+            assert torch.equal(part, whole[start:start + size])
+            assert torch.equal(torch.topk(part, 12)[1], tops[1][start:start + size])
