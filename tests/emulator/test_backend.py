@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -148,8 +151,8 @@ def test_graph_refuses_what_does_not_fit() -> None:
     ({"key_dim": 46, "value_dim": 46}, "head size 46"), ({"value_dim": 64}, "keys of 32 and values of 64"),
     ({"heads": 3}, "3 query heads over 2 kv heads")])
 def test_unsupported_layers_are_named(changed: dict[str, int], reason: str) -> None:
-    values = {"heads": 4, "kv_heads": 2, "key_dim": 32, "value_dim": 32, **changed}
-    said = cuda().supports(LayerSpec(scale=1.0, **values), torch.bfloat16, 16)
+    changes: dict[str, Any] = dict(changed)
+    said = cuda().supports(replace(LayerSpec(4, 2, 32, 32, 1.0), **changes), torch.bfloat16, 16)
     assert said is not None and reason in said
 
 
