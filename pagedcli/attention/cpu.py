@@ -15,6 +15,7 @@ from pagedcli.attention import cpu_kernels as kernels
 from pagedcli.attention.cpu_shapes import KernelShape, Routines, build_routines, vector_budget
 from pagedcli.attention.cpu_team import Team
 from pagedcli.attention.interface import AttentionBackend, BatchLayout, KVLayout, LayerSpec
+from pagedcli.core.errors import CannotRunError
 
 CACHE_KINDS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
                torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -125,11 +126,17 @@ class CpuBackend(AttentionBackend):
                            spec.value_dim, spec.softcap is not None, self._budget)
 
     def _routines(self, shape: KernelShape) -> Routines:
-        if self._loops is None:
-            self._loops = kernels.build_loops()
-            self._function = int(self._loops.address)
-        if shape not in self._built:
-            self._built[shape] = build_routines(shape)
+        try:
+            if self._loops is None:
+                self._loops = kernels.build_loops()
+                self._function = int(self._loops.address)
+            if shape not in self._built:
+                self._built[shape] = build_routines(shape)
+        except RuntimeError as fault:  # what Numba raises when it can neither find nor make a cache folder
+            if "cannot cache" not in str(fault):
+                raise
+            raise CannotRunError(f"the CPU attention kernels cannot be cached: {fault}. "
+                                 "Set NUMBA_CACHE_DIR to a folder that can be written") from fault
         return self._built[shape]
 
     def _make_layer(self, layer: int, spec: LayerSpec, source: torch.dtype) -> _Layer:

@@ -31,7 +31,7 @@ def emit_scores(emit: Emit, args: list[Any], kind: str, dim: int, rows: int, chu
     ahead = [emit.load(emit.at(coming, 8 * c), I64) for c in range(chunks)]
     sums = [[cgutils.alloca_once_value(b, emit.splat(0.0, F32, LANES)) for _ in range(chunks)] for _ in range(rows)]
     turns = dim // step
-    unroll = next(n for n in (2, 1) if turns % n == 0)
+    unroll = 2 if step == 1 and turns % 2 == 0 else 1
     with cgutils.for_range(b, emit.i64(turns // unroll), intp=I64) as loop:
         offset = b.mul(loop.index, b.mul(stride, emit.i64(unroll)))
         query = b.add(q, b.mul(loop.index, emit.i64(4 * step * unroll)))

@@ -66,8 +66,12 @@ def row_counts(group: int, budget: int) -> list[int]:
 
 
 def chunk_counts(rows: int, budget: int) -> list[int]:
-    """Key chunks a score kernel of `rows` takes at once, falling powers of two."""
-    return [n for n in (8, 4, 2, 1) if n == 1 or n * rows <= budget]
+    """Key chunks a score kernel of `rows` takes at once, falling powers of two.
+
+    Eight sums in flight hide the latency of a fused multiply-add; more only take registers from the keys.
+    """
+    most = 8 if rows == 1 else 4
+    return [n for n in (8, 4, 2, 1) if n == 1 or (n <= most and n * rows <= budget)]
 
 
 class Emit:

@@ -10,11 +10,17 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
+from llvmlite import ir
+from numba import njit
+from numba.core import cgutils, types
+from numba.extending import intrinsic
 
 from pagedcli.attention.cpu import CpuBackend
+from pagedcli.attention.cpu_vectors import F32, I32, LANES, Emit
 from pagedcli.attention.interface import BatchLayout, KVLayout, LayerSpec, build_layout
 from pagedcli.core.plan import Slice, StepPlan
 
@@ -42,6 +48,34 @@ def fma_rate() -> float:
     """fp32 operations a second of a large matrix product: what this machine's vector units reach."""
     a, b = torch.rand(1024, 1024), torch.rand(1024, 1024)
     return 2 * 1024**3 / median(lambda: a @ b, 9)
+
+
+@intrinsic
+def _multiply_add(typing: Any, times: Any) -> Any:
+    """24 independent vector sums, `times` fused multiply-adds each, all in registers; returns one of the sums."""
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit = Emit(builder)
+        sums = [cgutils.alloca_once_value(builder, emit.splat(float(n), F32, LANES)) for n in range(24)]
+        factor, term = emit.splat(0.5, F32, LANES), emit.splat(1.0, F32, LANES)
+        with cgutils.for_range(builder, args[0]):
+            for place in sums:
+                builder.store(emit.fma(builder.load(place), factor, term), place)
+        total = builder.load(sums[0])
+        for place in sums[1:]:
+            total = builder.fadd(total, builder.load(place))
+        return builder.extract_element(total, ir.Constant(I32, 0))
+    return types.float32(types.int64), code
+
+
+@njit
+def _multiply_adds(times: int) -> float:
+    return float(_multiply_add(times))
+
+
+def instruction_limit() -> float:
+    """fp32 operations a second of one core that does nothing but fused multiply-adds in registers."""
+    times = 1_000_000
+    return 2 * LANES * 24 * times / median(lambda: _multiply_adds(times), 9)
 
 
 class Case:
@@ -87,7 +121,8 @@ def main() -> None:
     if given.threads:
         torch.set_num_threads(given.threads)
     print(f"threads {torch.get_num_threads()}  read {copy_rate() / 1e9:.1f} GB/s  "
-          f"matmul fp32 {fma_rate() / 1e9:.0f} GFLOP/s")
+          f"matmul fp32 {fma_rate() / 1e9:.0f} GFLOP/s  multiply-adds in registers, one core "
+          f"{instruction_limit() / 1e9:.0f} GFLOP/s")
     spec = LayerSpec(9, 3, 64, 64, 0.125)
     times = 3 if given.quick else 7
     for dtype in ("bf16", "fp32"):

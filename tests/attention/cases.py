@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -79,7 +80,7 @@ def run(backend: AttentionBackend, seqs: Sequences, block: int, cache: torch.dty
     total = sum(needed) + 3
     order = np.random.default_rng(order_seed).permutation(total).tolist()
     starts = np.cumsum([0, *needed]).tolist()
-    tables = [order[a:b] for a, b in zip(starts[:-1], starts[1:], strict=True)]
+    tables = [order[a:b] for a, b in pairwise(starts)]
     layout = KVLayout((spec,) * layers, block)
     pool = torch.full((total, layout.block_elements), float("nan"), dtype=torch.float32).to(cache)
     reason = backend.supports(spec, cache, block)
