@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from pagedcli.attention.interface import AttentionBackend, KVLayout
 from pagedcli.core.errors import CannotRunError
 from pagedcli.core.plan import Slice, StepPlan
+from pagedcli.execution.decoder import Decoder
 from pagedcli.execution.flat_batch import flatten, forward
 from pagedcli.execution.hf_model import HFDecoder, scaled_error
 
@@ -25,8 +27,9 @@ FP8_TOLERANCE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Relative error of the logits, and seconds spent on compiling and on the trial itself."""
+    """The decoder that passed, the relative error of its logits, seconds spent on compiling and on the trial itself."""
 
+    decoder: Decoder
     error: float
     compile_seconds: float
     seconds: float
@@ -43,8 +46,10 @@ def check_layers(decoder: HFDecoder, backend: AttentionBackend, cache_dtype: tor
 
 
 def probe(decoder: HFDecoder, backend: AttentionBackend, cache_dtype: torch.dtype, block_size: int,
-          name: str) -> ProbeResult:
+          name: str, refine: Callable[[HFDecoder], Decoder]) -> ProbeResult:
     """Run two sequences in mixed chunks over scattered blocks and compare all logits with eager attention.
+
+    What runs, and is returned, is `refine(decoder)`; that may take the decoder apart, whose eager run is over by then.
 
     CannotRunError names the layer that the backend cannot run, or the size of the disagreement. Binds the backend to
     a small pool of its own, so that it can run before the real one is sized; bind it to that afterwards.
@@ -67,15 +72,16 @@ def probe(decoder: HFDecoder, backend: AttentionBackend, cache_dtype: torch.dtyp
     backend.bind(layout, pool)
     backend.warm_up(decoder.specs, decoder.dtype)
     compiled = time.perf_counter()
-    decoder.attach(backend)
     # A causal model's rows do not see what follows them, so the shorter sequence's padding does no harm here.
     expected = decoder.eager(ids)
+    runner = refine(decoder)
+    runner.attach(backend)
     done = [0] * len(LENGTHS)
     worst = 0.0
     for cut in CUTS:
         plan = StepPlan([Slice(seq, tokens[seq][done[seq]:done[seq] + count], done[seq], tables[seq], count)
                          for seq, count in enumerate(cut)])
-        logits = forward(decoder, backend, flatten(plan, block_size))
+        logits = forward(runner, backend, flatten(plan, block_size))
         wanted = torch.cat([expected[seq, done[seq]:done[seq] + count] for seq, count in enumerate(cut)])
         worst = max(worst, scaled_error(logits, wanted))
         done = [have + count for have, count in zip(done, cut, strict=True)]
@@ -84,4 +90,4 @@ def probe(decoder: HFDecoder, backend: AttentionBackend, cache_dtype: torch.dtyp
         raise CannotRunError(f"{name}: logits over the paged cache differ from the model's own by {worst:.2g} "
                              f"(relative, limit {limit:g}), so its attention does something that paging does not",
                              "model_unsupported")
-    return ProbeResult(worst, compiled - began, time.perf_counter() - compiled)
+    return ProbeResult(runner, worst, compiled - began, time.perf_counter() - compiled)

@@ -13,6 +13,7 @@ from pagedcli.core.plan import StepPlan, StepResult
 from pagedcli.execution.decoder import Decoder
 from pagedcli.execution.families import position_limit
 from pagedcli.execution.flat_batch import flatten, forward
+from pagedcli.execution.fused_decoder import FusedDecoder, unfusable
 from pagedcli.execution.hf_model import load_config, load_decoder, pick_device, pick_dtype
 from pagedcli.execution.interface import Executor, ExecutorInfo, ExecutorLimits
 from pagedcli.execution.kv_store import KVStore, dtype_name, kv_dtype, size_pool
@@ -83,14 +84,17 @@ def load_executor(source: ModelSource, model: ModelConfig, cache: CacheConfig) -
         backend = make_backend(backend_name)
         cache_dtype = kv_dtype(cache.dtype, dtype)
         layout = KVLayout(decoder.specs, cache.block_size)
-        trial = probe(decoder, backend, cache_dtype, cache.block_size, source.name)
+        why_not = unfusable(decoder)
+        trial = probe(decoder, backend, cache_dtype, cache.block_size, source.name,
+                      lambda own: own if why_not else FusedDecoder(own, max_positions))
         probed_at = time.perf_counter()
         size = size_pool(layout, cache_dtype, cache, device, max_positions)
         store = KVStore(layout, cache_dtype, size, device)
         backend.bind(layout, store.pool)
-        decoder.attach(backend)
+        trial.decoder.attach(backend)
     notes = [*source.notes, f"KV pool: {size.num_blocks:,} blocks of {cache.block_size} tokens ({size.note})",
              f"attention probe: relative error {trial.error:.2g} against eager"]
+    notes.append(f"layers: transformers' own modules ({why_not})" if why_not else "layers: fused for this CPU")
     if position_note:
         notes.append(position_note)
     limits = ExecutorLimits(num_blocks=size.num_blocks, host_blocks=size.host_blocks, block_size=cache.block_size,
@@ -101,4 +105,4 @@ def load_executor(source: ModelSource, model: ModelConfig, cache: CacheConfig) -
         attention=backend_name, threads=torch.get_num_threads(), notes=tuple(notes),
         load_seconds={"load": weights_at - started, "compile": trial.compile_seconds, "probe": trial.seconds,
                       "pool": time.perf_counter() - probed_at})
-    return TorchExecutor(decoder, backend, store, limits, info)
+    return TorchExecutor(trial.decoder, backend, store, limits, info)

@@ -2,9 +2,9 @@
 
 python -m tests.acceptance.beam_equal [--prompts 100] [--tokens 24] [--each N] [--model NAME]
 
-NAME: smollm2-135m, tiny-llama or tiny-opt. Widths 2, 4, 6 x length_penalty 0, 1, 2 x early_stopping false, true, "never" x
-with and without a stop string: 54 settings. `--each N` gives every prompt N of them in turn (all 54 by default), so that
-all are met when there are more prompts.
+NAME: smollm2-135m, tiny-llama or tiny-opt. Widths 2, 4, 6 x length_penalty 0, 1, 2 x early_stopping false, true,
+"never" x with and without a stop string: 54 settings. `--each N` gives every prompt N of them in turn (all 54 by
+default), so that all are met when there are more prompts.
 """
 
 from __future__ import annotations

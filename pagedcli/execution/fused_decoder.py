@@ -1,0 +1,150 @@
+"""Llama-like decoders on a CPU without their Python modules: fused weights, packed once, fused row operations.
+
+The same mathematics as the Hugging Face modules, with fewer roundings: what lies between two matrix products is
+computed in float32 and rounded once. The probe at load compares it with the model's own eager forward like any other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pagedcli.attention.interface import AttentionBackend, LayerSpec
+from pagedcli.execution.hf_model import HFDecoder
+from pagedcli.execution.row_team import ELEMENTS, RowTeam
+
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Model types whose layers are just norm, QKV (with biases or head norms or neither), rotary, attention, output, norm
+and gated SiLU."""
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+def unfusable(decoder: HFDecoder) -> str | None:
+    """None when the decoder can run fused, else the reason that it keeps its own modules."""
+    config = decoder.module.config
+    if decoder.device.type != "cpu":
+        return "the fused layers are for CPUs"
+    if decoder.dtype not in ELEMENTS:
+        return f"the fused layers have no {decoder.dtype}"
+    if config.model_type not in FAMILIES:
+        return f"models of type {config.model_type!r} have no fused layers"
+    if getattr(config, "hidden_act", None) != "silu":
+        return f"the activation {getattr(config, 'hidden_act', None)!r} is not fused"
+    if getattr(config, "mlp_bias", False):
+        return "biases in the feed-forward layers are not fused"
+    rotary = decoder.module.model.rotary_emb
+    spec = decoder.specs[0]
+    if 2 * len(rotary.inv_freq) != spec.key_dim or spec.key_dim != spec.value_dim:
+        return "rotary positions over a part of the head are not fused"
+    if getattr(rotary, "rope_type", "default") in ("dynamic", "longrope"):
+        return f"rotary positions of type {rotary.rope_type!r} depend on the batch"
+    return None
+
+
+def packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
+    """x [T, K] -> x @ weight.T + bias, with the weight laid out once for oneDNN where this torch has it."""
+    ops = torch.ops.mkldnn
+    if torch.backends.mkldnn.is_available() and hasattr(ops, "_reorder_linear_weight"):
+        held = ops._reorder_linear_weight(weight, None)
+        return lambda x: ops._linear_pointwise(x, held, bias, "none", [], "")
+    kept = weight.contiguous()
+    return lambda x: torch.nn.functional.linear(x, kept, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    spec: LayerSpec
+    norm_in: torch.Tensor
+    qkv: Product
+    head_norms: torch.Tensor | None
+    out: Product
+    norm_mid: torch.Tensor
+    gate_up: Product
+    down: Product
+
+
+class FusedDecoder:
+    """Implements `decoder.Decoder` over the weights of an HFDecoder, whose own copies it takes apart as it goes."""
+
+    def __init__(self, source: HFDecoder, max_positions: int) -> None:
+        module: Any = source.module
+        self.specs, self.vocab_size = source.specs, source.vocab_size
+        self.dtype, self.device = source.dtype, source.device
+        self._embedding: torch.Tensor = module.model.embed_tokens.weight.detach()
+        self._eps = float(module.config.rms_norm_eps)
+        self._norm: torch.Tensor = module.model.norm.weight.detach()
+        self._head = packed(module.lm_head.weight.detach(), module.lm_head.bias)
+        self._table = _rotary_table(module.model.rotary_emb, max_positions)
+        self._layers = [_take_layer(layer, spec) for layer, spec in zip(module.model.layers, self.specs, strict=True)]
+        self._team = RowTeam(self.dtype)
+        self._backend: AttentionBackend | None = None
+        self._attention_seconds = 0.0
+
+    @property
+    def attention_seconds(self) -> float:
+        return self._attention_seconds
+
+    def attach(self, backend: AttentionBackend) -> None:
+        self._backend = backend
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        backend, team, eps = self._backend, self._team, self._eps
+        assert backend is not None, "attach() comes before forward()"
+        clock, spent = time.perf_counter, 0.0
+        residual = torch.nn.functional.embedding(ids, self._embedding)
+        normed = torch.empty_like(residual)
+        positions = positions.contiguous()
+        delta: torch.Tensor | None = None
+        for number, layer in enumerate(self._layers):
+            spec = layer.spec
+            team.norm(residual, delta, layer.norm_in, eps, normed)
+            qkv = layer.qkv(normed)
+            turned = spec.heads + spec.kv_heads
+            team.rope(qkv, positions, self._table, layer.head_norms, eps, turned, spec.key_dim, spec.heads)
+            parts = qkv.view(len(ids), -1, spec.key_dim)
+            began = clock()
+            mixed = backend.attend(number, parts[:, :spec.heads], parts[:, spec.heads:turned], parts[:, turned:], spec)
+            spent += clock() - began
+            attended = layer.out(mixed.view(len(ids), -1))
+            team.norm(residual, attended, layer.norm_mid, eps, normed)
+            both = layer.gate_up(normed)
+            active = both.new_empty(len(ids), both.shape[1] // 2)
+            team.silu(both, active)
+            delta = layer.down(active)
+        self._attention_seconds = spent
+        assert delta is not None, "a decoder has layers"
+        wanted, last = residual[rows], delta[rows]
+        final = torch.empty_like(wanted)
+        team.norm(wanted, last, self._norm, eps, final)
+        return self._head(final)
+
+
+def _take_layer(layer: Any, spec: LayerSpec) -> _Layer:
+    """The layer's weights, fused and packed; the originals are let go, so that memory holds one copy of each."""
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+    biases = [item.bias.detach() for item in projections if item.bias is not None]
+    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    heads = None if norms[0] is None else torch.stack([norm.weight.detach() for norm in norms])  # type: ignore[union-attr]
+    result = _Layer(
+        spec=spec, norm_in=layer.input_layernorm.weight.detach(),
+        qkv=packed(torch.cat([item.weight.detach() for item in projections]), torch.cat(biases) if biases else None),
+        head_norms=heads, out=packed(attention.o_proj.weight.detach(), attention.o_proj.bias),
+        norm_mid=layer.post_attention_layernorm.weight.detach(),
+        gate_up=packed(torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()])),
+        down=packed(mlp.down_proj.weight.detach()))
+    for item in (*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        item.weight = torch.nn.Parameter(item.weight.new_empty(0), requires_grad=False)
+    return result
+
+
+def _rotary_table(rotary: Any, positions: int) -> torch.Tensor:
+    """[positions, dim] float32: cosines then sines of each position, scaled as the model scales them."""
+    angles = torch.arange(positions, dtype=torch.float32)[:, None] * rotary.inv_freq.float()[None]
+    scale = float(getattr(rotary, "attention_scaling", 1.0))
+    return torch.cat([angles.cos() * scale, angles.sin() * scale], dim=1).contiguous()

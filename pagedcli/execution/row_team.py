@@ -1,0 +1,67 @@
+"""Calls the compiled row operations on the attention kernels' team of threads."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from pagedcli.attention.cpu_team import Team
+from pagedcli.execution import row_ops
+
+ELEMENTS: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.bfloat16: np.uint16}
+"""Element types that the row operations are compiled for."""
+ALONE = 1 << 15
+"""Elements below which one thread is faster than waking others."""
+
+
+@cache
+def _compiled(name: str, dtype: torch.dtype) -> Any:
+    return row_ops.BUILDERS[name](ELEMENTS[dtype])
+
+
+def float_bits(value: float) -> int:
+    """A float32 as the integer that an argument block carries."""
+    return int(np.float32(value).view(np.int32))
+
+
+class RowTeam:
+    """Row operations of one dtype. Tensors are contiguous; rows are the first dimension.
+
+    Not safe for two threads at once: the argument block is reused between calls.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._team = Team()
+        self._norm, self._rope, self._silu = (_compiled(name, dtype) for name in ("norm", "rope", "silu"))
+        self._block = np.zeros(row_ops.WORDS, np.int64)
+        self._threads = torch.get_num_threads()
+
+    def norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float,
+             out: torch.Tensor) -> None:
+        """residual [T, D] += delta [T, D]; out [T, D] = residual / rms(residual) * weight [D]."""
+        added = 0 if delta is None else delta.data_ptr()
+        self._run(self._norm, residual.shape[0], residual.numel(), residual.data_ptr(), added, weight.data_ptr(),
+                  out.data_ptr(), residual.shape[1], float_bits(eps))
+
+    def rope(self, qkv: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, weights: torch.Tensor | None,
+             eps: float, heads: int, dim: int, queries: int) -> None:
+        """Turn the first `heads` heads of qkv [T, width] by table [positions, dim] (cosines, then sines), in place."""
+        norms = 0 if weights is None else weights.data_ptr()
+        self._run(self._rope, qkv.shape[0], qkv.numel(), qkv.data_ptr(), positions.data_ptr(), table.data_ptr(), norms,
+                  qkv.shape[1], float_bits(eps), heads, dim, queries, table.shape[0])
+
+    def silu(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        """out [T, W] = silu(gate) * up of gate_up [T, 2 W]."""
+        self._run(self._silu, out.shape[0], gate_up.numel(), gate_up.data_ptr(), out.data_ptr(), out.shape[1])
+
+    def _run(self, function: Any, rows: int, elements: int, *words: int) -> None:
+        threads = 1 if elements < ALONE else self._threads
+        block = self._block
+        block[0] = rows
+        block[1] = max(1, rows // (4 * threads)) if threads > 1 else rows
+        block[2] = 0
+        block[3:3 + len(words)] = words
+        self._team.run(function.address, block.ctypes.data, threads)
