@@ -113,7 +113,8 @@ class MemoryPolicy(ABC):
 
         A group re-entering after recompute may have several live sequences: each shares the full blocks of the
         prefix that it has in common with those before it in `live`, where the policy shares. Those blocks are filled
-        by the earlier sequence, so a step must not compute a later one before it (the same step is fine).
+        by the earlier sequence, so a step must not compute a later one before it (the same step is fine), and until
+        then the group's sequences are freed together or not at all.
         """
 
     @abstractmethod

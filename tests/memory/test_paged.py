@@ -56,7 +56,14 @@ def test_copy_on_write_takes_the_shared_half_block_only() -> None:
     child = fork(memory, parent)
     assert list(memory.table(child)) == list(memory.table(parent)) == [0, 1]
     assert memory.append(parent) == []  # nothing new to write yet
-    assert grow(memory, child, 10, store) == [(1, 2)]
+    child.tokens.append(10)
+    copies = memory.append(child)
+    usage = memory.usage()
+    assert (usage.token, usage.reserved, usage.physical) == (8, 4, 3)  # the copy holds the two tokens it began with
+    memory.check()
+    store.copy(copies)
+    compute(memory, child, store)
+    assert copies == [(1, 2)]
     assert grow(memory, parent, 20, store) == []
     assert (list(memory.table(parent)), list(memory.table(child))) == ([0, 1], [0, 2])
     for seq in group.live:
@@ -85,6 +92,20 @@ def test_can_append_counts_exactly_what_append_takes() -> None:
     for seq in again.live:
         seq.tokens.append(seq.sample)
     assert not other.can_append(again)
+
+
+def test_can_append_with_one_writer_or_none() -> None:
+    memory = PagedMemory(2, 4, prefix_cache=False)
+    group = enter(memory, [1] * 6, n=2)
+    compute(memory, group.live[0])
+    child = fork(memory, group.live[0])
+    assert memory.pool.available == 0
+    assert memory.can_append(group)  # neither has a token to write
+    child.tokens.append(2)
+    assert not memory.can_append(group)  # it would write where its parent reads
+    memory.free(group.live.pop(0))
+    assert memory.can_append(group)
+    assert memory.append(child) == []
 
 
 def test_watermark_holds_at_the_door_only_and_only_while_something_runs() -> None:
@@ -252,7 +273,11 @@ def test_a_pinned_prefix_outlives_pressure(automatic: bool) -> None:
     assert (usage.token, usage.physical, usage.logical, usage.free) == (4, 2, 0, 12)
     hog = enter(memory, [9] * 12)  # all the rest
     assert memory.pool.available == 0
+    whole = make_group([*prefix[:4], *[8] * 12])  # the pinned blocks and all others
+    assert memory.can_admit(whole) is Verdict.LATER
+    assert memory.can_admit(make_group([8] * 13)) is Verdict.NEVER
     memory.free(hog.live[0])
+    assert memory.can_admit(whole) is Verdict.YES
     user = make_group([*prefix, 6, 7], n=2)
     assert memory.blocks_for_ever(user, 9) == 1 + 2 * 2  # 3 full prompt blocks of which 2 are there
     assert memory.admit(user).cached_tokens == 4
@@ -303,6 +328,22 @@ def test_a_group_that_comes_back_shares_what_its_sequences_have_in_common() -> N
     memory.check()
 
 
+def test_samples_with_the_same_text_come_back_with_a_last_token_to_compute_each() -> None:
+    memory = PagedMemory(30, 2, prefix_cache=False)
+    group = enter(memory, [1, 2, 3], n=2)
+    compute(memory, group.live[0])
+    fork(memory, group.live[0])
+    for seq in group.live:
+        grow(memory, seq, 4)
+        memory.free(seq)
+    memory.admit(group)
+    assert [seq.computed for seq in group.live] == [0, 2]
+    first, second = (list(memory.table(seq)) for seq in group.live)
+    assert first[0] == second[0]
+    assert first[1] != second[1]
+    memory.check()
+
+
 def test_swapping_moves_shared_blocks_once_and_keeps_them_shared() -> None:
     memory = PagedMemory(10, 2, host_blocks=6, prefix_cache=False)
     store = Store(memory)
@@ -328,6 +369,40 @@ def test_swapping_moves_shared_blocks_once_and_keeps_them_shared() -> None:
     assert memory.swap.available == 6
     for seq in group.live:
         store.verify(memory, seq, seq.length)
+    memory.check()
+
+
+def test_a_group_swapped_out_with_a_token_to_write_comes_back_with_room_for_it() -> None:
+    memory = PagedMemory(4, 2, host_blocks=4, prefix_cache=False)
+    group = enter(memory, [1, 2, 3], n=2)
+    compute(memory, group.live[0])
+    fork(memory, group.live[0])
+    for seq in group.live:
+        seq.tokens.append(seq.sample)  # both write in the block that they share: one copy
+    memory.swap_out(group)
+    hog = enter(memory, [9, 9, 9])
+    assert memory.pool.available == 2  # the two blocks of the group, but nothing for the copy
+    assert not memory.can_swap_in(group, running=False)
+    memory.free(hog.live[0])
+    hog = enter(memory, [9])
+    assert memory.can_swap_in(group, running=False)
+    memory.swap_in(group)
+    assert memory.can_append(group)
+    assert [len(memory.append(seq)) for seq in group.live] == [1, 0]
+    assert memory.pool.available == 0
+    memory.check()
+
+
+def test_blocks_back_from_the_host_can_be_found_again() -> None:
+    memory = PagedMemory(4, 2, host_blocks=4, watermark=0)
+    group = enter(memory, [1, 2, 3, 4, 5])
+    compute(memory, group.live[0])
+    memory.swap_out(group)
+    hog = enter(memory, [9] * 8)  # evicts what was cached of it
+    memory.free(hog.live[0])
+    assert memory.prefix.match([1, 2, 3, 4, 5], 2)[0] == []
+    memory.swap_in(group)
+    assert memory.prefix.match([1, 2, 3, 4, 5], 2)[0] == list(memory.table(group.live[0]))[:2]
     memory.check()
 
 
