@@ -97,6 +97,9 @@ class Replay:
         self.failed = 0
         self.next = 0
         self.start = engine.clock.now()
+        # Compared on the engine's own clock: start + deadline - start may round to just below the deadline, and a run
+        # that slept until then would never see its time come.
+        self.due = [self.start + when for when in self.deadlines]
         self._preempted = _preempted(engine.counters)
         self._seen: tuple[StepPlan, Usage, tuple[int, int, int]] | None = None
 
@@ -114,7 +117,7 @@ class Replay:
                 if engine.has_work():
                     self._step()
                 elif self.next < len(self.requests):
-                    engine.clock.sleep_until(self.start + self.deadlines[self.next])
+                    engine.clock.sleep_until(self.due[self.next])
                 else:
                     return None
                 if observer is not None:
@@ -133,10 +136,11 @@ class Replay:
 
     def _dispatch(self) -> None:
         """Hand over every request whose time has come."""
-        while self.next < len(self.requests) and self.deadlines[self.next] <= (now := self.now):
+        while self.next < len(self.requests) and self.due[self.next] <= self.engine.clock.now():
             number = self.next
             self.next += 1
-            request = replace(self.requests[number], arrival=self.start + self.deadlines[number])
+            now = max(self.now, self.deadlines[number])
+            request = replace(self.requests[number], arrival=self.due[number])
             try:
                 group = self.engine.add(request)
             except RequestError as fault:

@@ -48,6 +48,9 @@ def test_a_clock_that_has_run_already_changes_nothing():
     run = replay(late, requests([(4, 2)]), [1.0])
     record = run.requests[0]
     assert (record.arrival, record.dispatched, record.first_token, record.finish) == (1.0, 1.0, 1.5, 2.0)
+    # 0.2 + 0.5 - 0.2 rounds to less than 0.5: a loop that compares differences would wait for ever.
+    awkward = replay(ScriptedEngine(0.5, clock=VirtualClock(0.2)), requests([(4, 2)]), [0.5])
+    assert awkward.requests[0].dispatch_lag == 0.0 and awkward.requests[0].ok
 
 
 def test_refused_requests_are_kept_apart():

@@ -1,0 +1,151 @@
+"""`pagedcli bench` and `pagedcli compare` in process, on the engine without a model and on simulated hardware."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from typer.testing import CliRunner, Result
+
+from pagedcli.cli.app import app
+from pagedcli.cli.bench_setup import read_rates, read_setup
+from pagedcli.cli.bench_view import state_table
+from pagedcli.core.errors import UsageError
+
+NULL = ("--model", "null", "--synthetic", "--offline", "--num-requests", "12", "--quiet", "--no-plots")
+SIMULATED = ("--simulate", "a100-40gb", "--model", "opt-13b", "--synthetic", "--offline", "--no-plots",
+             "--num-requests", "40", "--no-chunked-prefill")
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words))
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two identical simulated sessions, `a` and `b`."""
+    folder = tmp_path_factory.mktemp("results")
+    for name in ("a", "b"):
+        done = invoke("bench", *SIMULATED, "--baseline", "orca-max", "--rate", "1,2", "--results", str(folder),
+                      "--name", name)
+        assert done.exit_code == 0, done.output
+    return folder
+
+
+def test_every_system_in_one_session(tmp_path: Path):
+    baselines = ("orca-oracle", "orca-pow2", "orca-max", "fastertransformer", "tgi")
+    words = [word for name in baselines for word in ("--baseline", name)]
+    done = invoke("bench", *NULL, *words, "--rate", "inf", "--results", str(tmp_path), "--name", "all")
+    assert done.exit_code == 0, done.output
+    runs = summary(tmp_path / "all")["runs"]
+    assert [run["policy"] for run in runs] == ["paged", *baselines]
+    assert all(run["completed"] == 12 and run["rate"] == "inf" for run in runs)
+    assert len({run["total_output_tokens"] for run in runs}) == 1
+    assert "synthetic" in done.output and "paged against tgi" in done.output
+    # 4 sequences of the longest length fit: what orca-max reserves, it cannot exceed.
+    assert next(run for run in runs if run["policy"] == "orca-max")["batch_size"] <= 4
+
+
+def test_results_hold_tables_page_and_signature(simulated: Path):
+    folder = simulated / "a"
+    assert {"summary.json", "requests.parquet", "requests.csv", "steps.parquet", "report.md", "report.html"} <= {
+        path.name for path in folder.iterdir()}
+    found = summary(folder)
+    assert "simulate=a100-40gb" in found["signature"] and "kv_blocks=983" in found["signature"]
+    assert all(run["simulated"] and run["synthetic"] for run in found["runs"])
+    assert "simulated time" in (folder / "report.html").read_text()
+    steps = pd.read_parquet(folder / "steps.parquet")
+    assert steps.groupby("run").size().tolist() == [run["steps"] for run in found["runs"]]
+
+
+def test_simulated_sessions_repeat_exactly(simulated: Path):
+    done = invoke("compare", str(simulated / "a"), str(simulated / "b"), "--max-regress", "normalized_latency=0%",
+                  "--max-regress", "waste.token=0%", "--max-regress", "steps=0")
+    assert done.exit_code == 0, done.output
+    assert "no regression" in done.output
+
+
+def test_a_slower_result_fails_the_gate(simulated: Path, tmp_path: Path):
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    for path in (simulated / "a").iterdir():
+        (slow / path.name).write_bytes(path.read_bytes())
+    found = summary(slow)
+    for run in found["runs"]:
+        if run["policy"] == "paged":
+            run["normalized_latency_s"] *= 1.08
+    (slow / "summary.json").write_text(json.dumps(found))
+    gate = ("compare", str(simulated / "a"), str(slow), "--max-regress")
+    assert invoke(*gate, "normalized_latency=5%").exit_code == 1
+    assert invoke(*gate, "normalized_latency=10%").exit_code == 0
+    assert invoke("compare", str(slow), str(simulated / "a"), "--max-regress", "normalized_latency=5%").exit_code == 0
+
+
+def test_compare_says_what_is_wrong_with_its_input(simulated: Path, tmp_path: Path):
+    assert invoke("compare", str(simulated / "a"), str(tmp_path)).exit_code == 2
+    assert invoke("compare", str(simulated / "a"), str(simulated / "b"), "--max-regress", "speed=1%").exit_code == 2
+
+
+def test_capacity_is_found_and_written(tmp_path: Path):
+    done = invoke("bench", *SIMULATED, "--find-capacity", "--latency-limit", "0.1", "--baseline", "orca-max",
+                  "--results", str(tmp_path), "--name", "cap")
+    assert done.exit_code == 0, done.output
+    paged, orca = summary(tmp_path / "cap")["capacity"]
+    assert paged["policy"] == "paged" and paged["rate"] > orca["rate"] > 0
+    assert "capacity" in done.output
+
+
+@pytest.mark.parametrize("words, says", [
+    (("--rate", "0"), "--rate"), (("--rate", "fast"), "--rate"), (("--policy", "magic"), "magic"),
+    (("--baseline", "paged"), "once"), (("--goodput", "speed:1"), "ttft:MS"), (("--steps-between", "9:3"), "9:3"),
+    (("--rate", "inf", "--find-capacity"), "--find-capacity"), (("--name", "a/b"), "--name"),
+    (("--workload", "nonsense"), "nonsense")])
+def test_bad_options_end_in_one_message(words: tuple[str, ...], says: str, tmp_path: Path):
+    done = invoke("bench", *NULL, "--rate", "inf", "--results", str(tmp_path), *words)
+    assert done.exit_code == 2
+    assert says in done.stderr and "Traceback" not in done.output
+
+
+def test_rates_are_read():
+    assert read_rates("0.5,1,inf") == (0.5, 1.0, float("inf"))
+    assert read_rates("trace") == (None,)
+    with pytest.raises(UsageError):
+        read_rates("1,trace")
+
+
+def test_default_pool_makes_memory_scarce_and_a_given_one_is_kept():
+    assert read_setup({}).config.cache.num_blocks == 4 * 1024 // 16
+    assert read_setup({"max_model_len": 512, "block_size": 32}).config.cache.num_blocks == 4 * 512 // 32
+    assert read_setup({"num_kv_blocks": 7}).config.cache.num_blocks == 7
+    given = read_setup({"kv_cache_memory": "1GiB"}).config.cache
+    assert (given.num_blocks, given.memory) == (None, 1 << 30)
+
+
+def test_several_samples_are_sampled_and_beams_are_beams():
+    assert read_setup({}).params.greedy
+    assert read_setup({"n": 3}).params.temperature == 1.0
+    beams = read_setup({"beam_width": 4}).params
+    assert beams.use_beam_search and beams.width == 4
+
+
+def test_the_live_display_shows_rates_queues_and_memory():
+    from rich.console import Console
+
+    from pagedcli.bench.records import StepRecord
+    from pagedcli.bench.serve import Progress
+
+    step = StepRecord(1.0, 0.1, 5, 7, 2, 5, 5, 50, 20, 10, 5, 15, 4, 4)
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(state_table("paged", Progress(2.0, 4, 3, 1, 40, 1.5, step, 6)))
+    text = console.export_text()
+    for part in ("paged", "rate asked 1.5, achieved 2.00", "4/40", "5 running", "7 waiting, 2 swapped", "50% filled",
+                 "35% wasted", "6 preempted"):
+        assert part in text
