@@ -18,17 +18,24 @@ template <class T, class C, int D, int BS, int KT> struct KvTile {
   static_assert(ROW_BYTES % 8 == 0, "head dimension must be a whole number of 8-byte copies");
 
   // THREADS threads start copying tokens [t0, t0 + KT) of K and V; those outside [lo, hi) become zeros, since a
-  // weight of 0 does not hide a NaN in an unwritten slot. Table entries outside [lo, hi) are not read.
+  // weight of 0 does not hide a NaN in an unwritten slot. Table entries outside [lo, hi) are not read. t0 is a multiple
+  // of KT below hi, and not below lo by a whole tile.
   template <int THREADS>
   static __device__ __forceinline__ void fetch(C* sk, C* sv, const C* k, const C* v, const int* table,
                                                i64 block_stride, int t0, int lo, int hi, int thread) {
     constexpr int N = KT * VECS;
+    constexpr bool ONE_BLOCK = BS % KT == 0;  // the tile is one run of memory behind a single table entry
+    const i64 run = ONE_BLOCK ? table[t0 / BS] * block_stride + t0 % BS * D : 0;
 #pragma unroll
     for (int i = 0; i < (N + THREADS - 1) / THREADS; i++) {
       const int e = i * THREADS + thread, r = e / VECS, c = e % VECS * VE, t = t0 + r;
       if (N % THREADS != 0 && e >= N) break;
       const bool live = t >= lo && t < hi;
-      const i64 at = live ? table[t / BS] * block_stride + t % BS * D + c : 0;
+      i64 at = 0;
+      if constexpr (ONE_BLOCK)
+        at = run + r * D + c;
+      else if (live)
+        at = table[t / BS] * block_stride + t % BS * D + c;
       ptx::cp_async<VB>(sk + r * STAGE_LD + c, k + at, live);
       ptx::cp_async<VB>(sv + r * STAGE_LD + c, v + at, live);
     }

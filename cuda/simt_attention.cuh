@@ -85,13 +85,15 @@ template <class T, class C, int D, int BS, int NW, int ROWS, bool CAP> struct Si
   __device__ __forceinline__ void run(const CacheView<C>& cache, int lo, int hi, const int (&row_lo)[ROWS],
                                       const int (&row_hi)[ROWS], float scale, float softcap) {
     for (int t0 = (lo / TW + warp) * TW; t0 < hi; t0 += NW * TW) {
+      constexpr bool ONE_BLOCK = BS % TW == 0;  // one table entry serves the whole step
+      const i64 run = ONE_BLOCK ? cache.table[t0 / BS] * cache.block_stride + t0 % BS * D : 0;
       Raw kr[P][NV], vr[P][NV];
 #pragma unroll
       for (int p = 0; p < P; p++) {
         const int t = t0 + p * R + row;
         const bool live = t >= lo && t < hi;
-        i64 at = 0;
-        if (live) at = cache.table[t / BS] * cache.block_stride + t % BS * D + col * V;
+        i64 at = run + (t - t0) * D + col * V;
+        if (!ONE_BLOCK && live) at = cache.table[t / BS] * cache.block_stride + t % BS * D + col * V;
 #pragma unroll
         for (int j = 0; j < NV; j++) {
           kr[p][j] = vr[p][j] = Raw();

@@ -111,6 +111,7 @@ class CudaBackend(AttentionBackend):
         self._scales: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._part_o = torch.empty(0, dtype=torch.float32, device=self.device)
         self._part_ml = torch.empty(0, dtype=torch.float32, device=self.device)
+        self._outgrown: list[torch.Tensor] = []
 
     def supports(self, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> str | None:
         if dtype not in TYPE_NAMES:
@@ -222,9 +223,11 @@ class CudaBackend(AttentionBackend):
         values = {**shared, "out": point(out[run.first_row:]), "q": point(q[run.first_row:]),
                   "tables": point(step.tables[run.first_seq:]), "ctx_lens": point(lengths)}
         if plan.kernel.base != "decode_v1":
-            if plan.partials * shape.head_dim > self._part_o.numel():
-                self._part_o = torch.empty(plan.partials * shape.head_dim, dtype=torch.float32, device=self.device)
-                self._part_ml = torch.empty(plan.partials * 2, dtype=torch.float32, device=self.device)
+            if plan.partials * shape.head_dim > self._part_o.numel() or plan.partials * 2 > self._part_ml.numel():
+                self._outgrown += [self._part_o, self._part_ml]   # captured graphs may still write there
+                self._part_o = torch.empty(2 * plan.partials * shape.head_dim, dtype=torch.float32,
+                                           device=self.device)
+                self._part_ml = torch.empty(4 * plan.partials, dtype=torch.float32, device=self.device)
             values |= {"part_o": point(self._part_o), "part_ml": point(self._part_ml), "min_split": plan.min_split}
         self._launcher.launch(plan.kernel, plan.grid, plan.kernel.pack(values))
         if plan.reduce is not None:

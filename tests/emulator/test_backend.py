@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pagedcli.attention.cpu import CpuBackend
 from pagedcli.attention.cuda import CudaBackend
+from pagedcli.attention.cuda_graph import padded_rows
 from pagedcli.attention.cuda_step import longest_single_run
 from pagedcli.attention.interface import KVLayout, LayerSpec, build_layout
 from pagedcli.attention.reference import ReferenceBackend
@@ -145,6 +146,11 @@ def test_graph_refuses_what_does_not_fit() -> None:
     prompt = build_layout(StepPlan(slices=[Slice(0, [0, 0], 0, [1])]), 8)
     with pytest.raises(CannotRunError, match="2 rows of 1 sequences"):
         backend.prepare_graph(prompt, rows=8, max_blocks=2)
+
+
+@pytest.mark.parametrize(("rows", "padded"), [(1, 1), (3, 4), (9, 16), (256, 256), (257, None)])
+def test_rows_are_padded_to_a_captured_count(rows: int, padded: int | None) -> None:
+    assert padded_rows(rows) == padded
 
 
 @pytest.mark.parametrize(("changed", "reason"), [

@@ -1,0 +1,16 @@
+"""The GPU check's parts as tests (`pytest -m gpu`); skipped where torch sees no CUDA device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.check import PARTS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
+
+
+@pytest.mark.parametrize("part", ["kernel_cases", "streams", "graphs", "engine"])
+def test_part_holds_on_the_gpu(part: str) -> None:
+    found = PARTS[part]()
+    assert found["ok"], found
