@@ -72,7 +72,7 @@ def _plane(chart: Chart) -> list[Markup]:
         return _LEFT + share * (right - _LEFT)
 
     def at_y(value: float) -> float:
-        return bottom - min(value, top) / top * (bottom - _TOP)
+        return bottom - value / top * (bottom - _TOP)
 
     parts = []
     for tick in nice_ticks(0.0, top):
@@ -81,7 +81,8 @@ def _plane(chart: Chart) -> list[Markup]:
     for tick in log_ticks(low, high) if chart.log_x else nice_ticks(low, high, 6):
         parts += [_line(at_x(tick), bottom, at_x(tick), bottom + 5, "axis"),
                   _text(at_x(tick), bottom + 20, number(tick))]
-    parts += _areas(chart.series, at_x, at_y) if stacked else _curves(chart, at_x, at_y)
+    drawn = _areas(chart.series, at_x, at_y) if stacked else _curves(chart, at_x, at_y, top)
+    parts.append(_clipped(drawn, _LEFT - 5, _TOP, right + 5, bottom + 5))
     x_label = chart.x_label + (", log scale" if chart.log_x else "")
     parts += [_line(_LEFT, bottom, right, bottom, "axis"),
               _text((_LEFT + right) / 2, HEIGHT - 8, x_label, kind="label"),
@@ -102,7 +103,14 @@ def _x_range(chart: Chart, xs: Sequence[float]) -> tuple[float, float]:
     return 0.0, high * 1.04 or 1.0
 
 
-def _curves(chart: Chart, at_x: Scale, at_y: Scale) -> list[Markup]:
+def _clipped(parts: Sequence[Markup], left: float, top: float, right: float, bottom: float) -> Markup:
+    """Drawings cut at the plot's edge: an inner `<svg>` hides what leaves it, so no values are bent to fit."""
+    box = f"{left:g} {top:g} {right - left:g} {bottom - top:g}".split()
+    return Markup('<svg x="{}" y="{}" width="{}" height="{}" viewBox="{}">{}</svg>').format(
+        *box, " ".join(box), Markup("").join(parts))
+
+
+def _curves(chart: Chart, at_x: Scale, at_y: Scale, top: float) -> list[Markup]:
     parts = []
     for series in chart.series:
         points = Markup(" ").join(f"{at_x(x):.1f},{at_y(y):.1f}" for x, y in zip(series.x, series.y, strict=True))
@@ -110,7 +118,7 @@ def _curves(chart: Chart, at_x: Scale, at_y: Scale) -> list[Markup]:
         if chart.kind == "lines":
             parts += [Markup('<circle cx="{}" cy="{}" r="4" class="dot f-{}"><title>{}</title></circle>').format(
                 f"{at_x(x):.1f}", f"{at_y(y):.1f}", series.colour, f"{series.label}: {number(x)} -> {y:.4g}")
-                for x, y in zip(series.x, series.y, strict=True)]
+                for x, y in zip(series.x, series.y, strict=True) if y <= top]
     return parts
 
 

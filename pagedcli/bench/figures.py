@@ -109,9 +109,11 @@ def latency_chart(results: Results) -> Chart:
             lines.append(Series(name, name, tuple(float(np.mean(points[r])) for r in rates), tuple(rates)))
     if any(len(line.x) > 1 for line in lines):
         top = max(max(line.y) for line in lines)
+        beyond = [line.label for line in lines if min(line.y) > PLOT_LATENCY]
+        above = f" Above it at every rate: {', '.join(beyond)}." if beyond else ""
         return Chart("latency_vs_rate", "Normalized latency against request rate", "lines", "request rate (req/s)",
                      "normalized latency (s/token)", tuple(lines), y_max=min(PLOT_LATENCY, top * 1.1),
-                     guides=((0.5, "0.5 s/token"),), note=f"{LATENCY_RULE} The plot ends at 1 s/token.")
+                     guides=((0.5, "0.5 s/token"),), note=f"{LATENCY_RULE} The plot ends at 1 s/token.{above}")
     return _latency_bars(results)
 
 

@@ -108,9 +108,9 @@ def write_results(results: Results, folder: Path) -> list[Path]:
     steps = pd.concat([pd.DataFrame(_labelled(number, run, _step_columns(run.steps))) for number, run in runs],
                       ignore_index=True)
     paths = [folder / REQUESTS, folder / "requests.csv", folder / STEPS, folder / SUMMARY]
-    requests.to_parquet(paths[0], index=False)
+    requests.to_parquet(paths[0], index=False, compression="zstd")
     requests.drop(columns=["token_times"], errors="ignore").to_csv(paths[1], index=False)
-    steps.to_parquet(paths[2], index=False)
+    steps.to_parquet(paths[2], index=False, compression="zstd")
     paths[3].write_text(json.dumps(results.summary(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return paths
 

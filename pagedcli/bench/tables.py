@@ -113,7 +113,7 @@ class Ratio:
         parts = [_phrase(self.latency, "lower", "higher", "normalized latency"),
                  _phrase(self.throughput, "higher", "lower", "output throughput"),
                  _phrase(self.batch, "larger", "smaller", "batch"),
-                 _phrase(self.filled, "more", "less", "of the pool filled")]
+                 _phrase(self.filled, "larger", "smaller", "share of the pool filled")]
         return (f"{self.policy} against {self.baseline}, {rate_text(self.rate)}: "
                 + (", ".join(part for part in parts if part) or "nothing to compare"))
 

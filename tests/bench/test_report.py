@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pagedcli.bench import plots, report
-from pagedcli.bench.charts import log_ticks, nice_ticks
+from pagedcli.bench.charts import log_ticks, nice_ticks, svg
 from pagedcli.bench.figures import all_charts
 from pagedcli.bench.metrics import summarize
 from pagedcli.bench.serve import replay
@@ -113,7 +113,7 @@ def test_the_page_stands_alone_and_escapes_what_traces_say(folder: Path):
     assert len(text.encode()) < 1_000_000
     assert page.links == [] and "http" not in text and "url(" not in text and "@import" not in text
     assert "script" not in page.tags and "&lt;script&gt;" in text
-    assert page.tags.count("svg") == len(list(folder.glob("*.png"))) >= 8
+    assert page.tags.count("figure") == len(list(folder.glob("*.png"))) >= 8
     assert "simulated time" in text and "synthetic lengths" in text
     assert "too_long" in text
 
@@ -152,6 +152,16 @@ def test_charts_of_every_kind_hold_what_was_measured(results: Results):
         totals = np.sum([series.y for series in charts[key].series], axis=0)
         np.testing.assert_allclose(totals, 1.0)
     assert charts["ttft_distribution"].series[0].y[-1] == 1.0
+
+
+def test_values_beyond_the_plot_leave_it_and_are_told(results: Results):
+    slow = [replace(run, figures={**run.figures, "normalized_latency_s": 3.0}) if run.policy == "orca-max" else run
+            for run in results.runs]
+    chart = all_charts(replace(results, runs=slow))[0]
+    assert chart.y_max == 1.0 and "Above it at every rate: orca-max" in chart.note
+    drawing = svg(chart)
+    assert drawing.count("<circle") == 3  # the markers of paged; orca-max has none inside
+    assert 'viewBox="61 14' in drawing  # what leaves the plot is cut, not bent to its edge
 
 
 def test_one_rate_gives_bars(results: Results):
