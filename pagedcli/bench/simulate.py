@@ -52,15 +52,15 @@ def lengths_of(requests: Iterable[TraceRequest]) -> list[tuple[int, int]]:
 
 
 def run_events(config: RunConfig, deployment: Deployment, requests: Sequence[Request], *,
-               beams: BeamScript | None = None, limit: float | None = None,
+               beams: BeamScript | None = None, limit: float | None = None, horizon: float = math.inf,
                prefix: Sequence[int] = ()) -> tuple[EventEngine, Log]:
     """Serve `requests` (in order of arrival) on simulated hardware. `prefix` is pinned before the clock starts;
-    `limit` cuts runs that are certain to have a higher normalized latency, s/token."""
+    `limit` cuts runs that are certain to have a higher normalized latency, s/token, `horizon` all runs at a time, s."""
     engine = EventEngine(config, SimulatedExecutor(replace(deployment, policy=config.policy)), beams)
     if prefix:
         engine.pin_prefix(prefix)
         engine.restart()
-    return engine, engine.run(requests, limit)
+    return engine, engine.run(requests, limit, horizon)
 
 
 def simulate(config: RunConfig, deployment: Deployment, requests: Sequence[Request], *,

@@ -176,16 +176,20 @@ class EventEngine(Engine):
             step += 1
         flows.step = step
 
-    def run(self, requests: Seq[Request], limit: float | None = None) -> Log:
+    def run(self, requests: Seq[Request], limit: float | None = None, horizon: float = math.inf) -> Log:
         """Serve requests that arrive at `request.arrival` (seconds, in order, each with `output_len`).
 
-        `limit`: end early once the mean normalized latency is certain to exceed it, s/token.
+        `limit`: end early once the mean normalized latency is certain to exceed it, s/token. `horizon`: begin no step
+        after this time, s, whatever is still being served.
         """
         log, clock, scheduler = self.log, self.clock, self.events
         open_groups: dict[int, tuple[int, SequenceGroup, float]] = {}
         total, place, gathered, look = len(requests), 0, 0.0, _LOOK_AROUND
         while True:
             now = clock.now()
+            if now >= horizon:
+                log.stopped = f"the run was to end at {horizon:g} s"
+                break
             while place < total and requests[place].arrival <= now:
                 self._take(requests[place], place, now, open_groups)
                 place += 1
@@ -195,7 +199,7 @@ class EventEngine(Engine):
                 clock.sleep_until(requests[place].arrival)
                 continue
             if scheduler.quiet and self.flows.sequences and not self._news:
-                following = requests[place].arrival if place < total else math.inf
+                following = min(requests[place].arrival if place < total else math.inf, horizon)
                 self.coast(following)
                 if following <= clock.now():
                     continue

@@ -2,10 +2,10 @@
 
     seconds = step + layers * (layer + 2 * allreduce * log2(devices))       software and launches
             + max(weights / bandwidth, tokens * FLOPs / throughput)         linear layers (a roofline)
-            + context * KV bytes / bandwidth                                decode attention reads the cache
+            + context * (1 + block overhead / block size) * KV bytes / bandwidth     decode attention
             + prompt attention FLOPs / throughput
             + sequences * (sequence + output head) + prompts * prompt + tokens * (token + exchange between devices)
-            + copies * copy + swapped blocks * block bytes / host bandwidth
+            + copies * copy + swapped blocks * (block bytes / host bandwidth + 2 * layers * transfer)
 
 Everything is linear in the counts of a `StepLoad` but for the roofline, so a scheduler that keeps those counts as it
 goes along gets the time of a step without looking at a single sequence.
@@ -86,11 +86,12 @@ class CostModel:
         self.token = use.token_seconds + exchanges * exchanged
         self.sequence = use.sequence_seconds + 2 * shape.head_parameters / throughput
         self.prompt = use.prompt_seconds
-        self.key = (shape.kv_bytes_per_token(kv_dtype)
+        self.key = (shape.kv_bytes_per_token(kv_dtype) * (1 + use.block_overhead / block_size)
                     / (devices * hardware.bandwidth * use.kv_efficiency))
         self.pair = shape.attention_flops(1) / (devices * hardware.flops * use.attention_efficiency)
         self.copy = use.copy_seconds + 2 * block_bytes / (devices * hardware.bandwidth)
-        self.swap = block_bytes / (devices * hardware.host_bandwidth * use.swap_efficiency)
+        self.swap = (block_bytes / (devices * hardware.host_bandwidth * use.swap_efficiency)
+                     + 2 * shape.layers * use.swap_copy_seconds)
 
     def seconds(self, load: StepLoad) -> float:
         """Time of one step."""

@@ -28,7 +28,9 @@ class Coefficients:
     prompt attention. step_seconds: software a step; layer_seconds: launches a layer; sequence_seconds: a sequence in
     the step (sampling, bookkeeping); token_seconds: a computed token. allreduce_seconds: latency of one
     all-reduce per doubling of devices (two a layer). copy_seconds: one block copied on the device. swap_efficiency:
-    host bandwidth while blocks are swapped. prompt_seconds: a prompt or chunk in the step.
+    host bandwidth while blocks are swapped. swap_copy_seconds: one transfer of a block's keys or values of one layer.
+    prompt_seconds: a prompt or chunk in the step. block_overhead: what a block costs decode attention beyond its keys,
+    in tokens' worth of reading (small blocks leave a GPU's threads idle, paper section 7.2).
     """
 
     weight_efficiency: float = 0.8
@@ -43,6 +45,8 @@ class Coefficients:
     allreduce_seconds: float = 0.0
     copy_seconds: float = 0.0
     swap_efficiency: float = 0.5
+    swap_copy_seconds: float = 0.0
+    block_overhead: float = 0.0
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -1,0 +1,241 @@
+"""Fits the cost model to measured requests: the scheduler is simulated, the coefficients are what is looked for.
+
+A trace has, per request, its lengths and the times it arrived, got its first and its last token. All arrivals are
+replayed on the simulated device; coefficients are moved until the distributions of TTFT, TPOT, E2E and normalized
+latency agree (mean, p50, p90, p99 of each).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pagedcli.bench.least_squares import fit_positive
+from pagedcli.bench.records import Floats, RunResult
+from pagedcli.bench.simulate import light_requests, simulate
+from pagedcli.core.config import CacheConfig, RunConfig, SchedulerConfig
+from pagedcli.core.errors import UsageError
+from pagedcli.execution.hardware import Coefficients, Hardware
+from pagedcli.execution.simulated import Deployment
+
+LATENCIES = ("ttft", "tpot", "e2el", "normalized_latency")
+STATISTICS: Mapping[str, Callable[[Floats], float]] = {
+    "mean": lambda values: float(np.mean(values)), "p50": lambda values: float(np.percentile(values, 50)),
+    "p90": lambda values: float(np.percentile(values, 90)), "p99": lambda values: float(np.percentile(values, 99)),
+}
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "prompt": ("input_toks", "input_tokens", "prompt_tokens", "prompt_len", "num_prefill_tokens", "input_len"),
+    "output": ("output_toks", "output_tokens", "output_len", "num_decode_tokens", "completion_tokens"),
+    "arrival": ("arrival_time", "arrival", "arrival_ts", "arrived_at"),
+    "queued": ("queued_ts", "queued"),
+    "first": ("first_token_ts", "first_token", "first_token_time"),
+    "last": ("last_token_ts", "finish", "finished_ts", "last_token_time"),
+}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Measured requests in order of arrival; times in seconds from the first arrival, lengths in tokens."""
+
+    name: str
+    prompt: Floats
+    output: Floats
+    arrival: Floats
+    first: Floats
+    last: Floats
+
+    def __len__(self) -> int:
+        return len(self.arrival)
+
+    def latencies(self, keep: slice = slice(None)) -> dict[str, Floats]:
+        """Each of LATENCIES for the requests in `keep`."""
+        return _latencies(self.arrival[keep], self.first[keep], self.last[keep], self.output[keep])
+
+
+def _latencies(arrival: Floats, first: Floats, last: Floats, output: Floats) -> dict[str, Floats]:
+    several = output > 1
+    return {"ttft": first - arrival, "tpot": ((last - first)[several] / (output[several] - 1)),
+            "e2el": last - arrival, "normalized_latency": (last - arrival) / output}
+
+
+def read_trace(path: Path) -> Trace:
+    """A per-request trace as vLLM's tools write it: JSON Lines (or CSV) with lengths and times.
+
+    When arrivals are on another clock than tokens (wall time and a monotonic one), `queued_ts` ties them together: the
+    request that was queued fastest is taken to have been queued at once. Raises UsageError naming the row and field.
+    """
+    rows = _rows(path)
+    columns: dict[str, list[float]] = {name: [] for name in _NAMES}
+    for number, row in enumerate(rows, 1):
+        for name, aliases in _NAMES.items():
+            found = next((row[alias] for alias in aliases if row.get(alias) not in (None, "")), None)
+            if found is None and name == "queued":
+                found = math.nan
+            try:
+                columns[name].append(float(found))  # type: ignore[arg-type]  # None is refused just below
+            except (TypeError, ValueError):
+                raise UsageError(f"{path.name}, row {number}: no number in {' or '.join(aliases)}") from None
+    if not rows:
+        raise UsageError(f"{path.name}: holds no requests")
+    data = {name: np.array(values, dtype=np.float64) for name, values in columns.items()}
+    arrival = data["arrival"]
+    if np.isfinite(data["queued"]).all():
+        arrival = arrival + float(np.min(data["queued"] - arrival))
+    order = np.argsort(arrival, kind="stable")
+    start = arrival[order[0]]
+    bad = np.flatnonzero((data["output"] < 1) | (data["prompt"] < 1) | (data["last"] < data["first"]))
+    if len(bad):
+        raise UsageError(f"{path.name}, row {bad[0] + 1}: lengths must be at least 1 and the last token not before "
+                         "the first")
+    return Trace(path.name, data["prompt"][order], data["output"][order], arrival[order] - start,
+                 data["first"][order] - start, data["last"][order] - start)
+
+
+def _rows(path: Path) -> list[Mapping[str, Any]]:
+    try:
+        text = path.read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as fault:
+        raise UsageError(f"cannot read the trace {path}: {fault}") from fault
+    if path.suffix == ".csv":
+        import csv
+
+        return list(csv.DictReader(text.splitlines()))
+    rows: list[Mapping[str, Any]] = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as fault:
+                raise UsageError(f"{path.name}, line {number}: not JSON ({fault.msg})") from fault
+            if not isinstance(row, dict):
+                raise UsageError(f"{path.name}, line {number}: must be an object")
+            rows.append(row)
+    return rows
+
+
+def statistics(latencies: Mapping[str, Floats]) -> dict[str, float]:
+    """`mean_ttft` .. `p99_normalized_latency`: the sixteen figures that are compared, s or s/token."""
+    return {f"{name}_{latency}": how(values) for latency, values in latencies.items()
+            for name, how in STATISTICS.items()}
+
+
+def errors(measured: Mapping[str, float], simulated: Mapping[str, float]) -> dict[str, float]:
+    """Relative error of each figure, signed."""
+    return {name: simulated[name] / value - 1 for name, value in measured.items()}
+
+
+def mean_error(measured: Mapping[str, float], simulated: Mapping[str, float]) -> float:
+    """Mean absolute relative error over all figures."""
+    return float(np.mean(np.abs(list(errors(measured, simulated).values()))))
+
+
+def replay_trace(trace: Trace, config: RunConfig, deployment: Deployment) -> RunResult:
+    """The trace's requests on the simulated device."""
+    lengths = [(int(prompt), int(output)) for prompt, output in zip(trace.prompt, trace.output, strict=True)]
+    return simulate(config, deployment, light_requests(lengths, trace.arrival.tolist()))
+
+
+def run_latencies(run: RunResult, keep: slice = slice(None)) -> dict[str, Floats]:
+    """LATENCIES of a simulated run, in the trace's order."""
+    records = list(run.requests)[keep]
+    failed = next((record for record in records if not record.ok), None)
+    if failed is not None:
+        raise UsageError(f"request {failed.index} of the trace cannot run here: {failed.error_message}")
+    return _latencies(np.array([r.arrival for r in records]), np.array([r.first_token for r in records]),
+                      np.array([r.finish for r in records]), np.array([float(r.output_len) for r in records]))
+
+
+def vllm_config(budget: int = 2048, seqs: int = 256) -> RunConfig:
+    """vLLM's present scheduler: chunks under a token budget, preemption by recompute, no watermark."""
+    return RunConfig(cache=CacheConfig(prefix_cache=False, watermark=0.0),
+                     scheduler=SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, chunked_prefill=True,
+                                               preemption="recompute"))
+
+
+START: Mapping[str, float] = {"weight_efficiency": 0.9, "flop_efficiency": 0.6, "kv_efficiency": 0.8,
+                              "step_seconds": 2e-3, "sequence_seconds": 2e-5}
+FREE: Mapping[str, tuple[float, float]] = {
+    "weight_efficiency": (0.3, 1.0), "flop_efficiency": (0.1, 1.0), "kv_efficiency": (0.1, 1.0),
+    "step_seconds": (1e-4, 5e-2), "sequence_seconds": (1e-6, 1e-3),
+}
+"""Coefficients fitted to a trace, where the search starts, and the range that makes physical sense."""
+
+FIXED = Coefficients(attention_efficiency=0.4, layer_seconds=0.0, token_seconds=0.0, allreduce_seconds=2e-5)
+"""What a per-request trace says too little about."""
+
+PRIOR = 1e-3
+"""Pull towards START per unit of log squared: a few percent of error for a coefficient off by a factor of e."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A fit and what it was judged by. `measured`, `simulated`: the sixteen figures of the requests fitted on.
+
+    `held_out`: the same for requests that the fit did not see (None when it saw all). `run` replays the whole trace.
+    """
+
+    coefficients: Coefficients
+    measured: Mapping[str, float]
+    simulated: Mapping[str, float]
+    held_out: tuple[Mapping[str, float], Mapping[str, float]] | None
+    run: RunResult
+
+    @property
+    def error(self) -> float:
+        return mean_error(self.measured, self.simulated)
+
+    @property
+    def held_out_error(self) -> float | None:
+        return None if self.held_out is None else mean_error(*self.held_out)
+
+    @property
+    def preemptions(self) -> int:
+        return int(self.run.steps.column("preempt_recompute").sum() + self.run.steps.column("preempt_swap").sum())
+
+    def pool_use(self) -> tuple[float, float]:
+        """Mean and largest share of the pool's blocks held, over the run's steps."""
+        steps = self.run.steps
+        held = 1.0 - steps.share("free")
+        weights = steps.column("seconds")
+        return float(np.average(held, weights=weights)), float(held.max())
+
+
+def fit_trace(trace: Trace, deployment: Deployment, config: RunConfig, *, train: int | None = None,
+              rounds: int = 8) -> Calibration:
+    """Fit coefficients to the first `train` requests of a trace (None: all of it) and judge them on the others.
+
+    All requests arrive in the simulation either way; only the latencies of the first `train` are looked at.
+    """
+    keep = slice(0, train)
+    measured = statistics(trace.latencies(keep))
+
+    def run_with(values: Mapping[str, float]) -> RunResult:
+        hardware = replace(deployment.hardware, coefficients=replace(FIXED, **values), engines={})
+        return replay_trace(trace, config, replace(deployment, hardware=hardware))
+
+    def residuals(values: Mapping[str, float]) -> Floats:
+        simulated = statistics(run_latencies(run_with(values), keep))
+        return np.array([math.log(max(simulated[name], 1e-9) / value) for name, value in measured.items()])
+
+    found = fit_positive(residuals, START, FREE, prior=PRIOR, rounds=rounds, step=0.03)
+    run = run_with(found)
+    held_out = None
+    if train is not None and train < len(trace):
+        rest = slice(train, None)
+        held_out = statistics(trace.latencies(rest)), statistics(run_latencies(run, rest))
+    return Calibration(replace(FIXED, **found), measured, statistics(run_latencies(run, keep)), held_out, run)
+
+
+def calibrated_hardware(hardware: Hardware, name: str, result: Calibration, trace: Trace,
+                        num_blocks: int | None) -> Hardware:
+    """The hardware entry that a calibration amounts to."""
+    said = (f"coefficients fitted to {trace.name} ({len(trace)} requests, mean absolute error "
+            f"{100 * result.error:.2f} % over sixteen latency figures)")
+    return replace(hardware, name=name, title=f"{hardware.title}, calibrated", coefficients=result.coefficients,
+                   engines={}, calibrated=said, num_blocks=num_blocks)

@@ -1,0 +1,140 @@
+"""Table 1 and the figures about memory: waste (2), batch sizes (13), sharing (15)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pagedcli.bench.experiments import Cell, Curve, Experiment, Outcome, Panel, Setting, near, points
+from pagedcli.bench.metrics import sharing_saving
+from pagedcli.bench.paper_setup import PLACES, SYSTEMS, Run, paper_figures
+from pagedcli.bench.records import StepTable
+from pagedcli.bench.simulate import step_table
+from pagedcli.engine.beam_script import ReplacingBeams
+from pagedcli.execution.hardware import GIB, kv_pool_bytes
+
+ORCAS = ("orca-max", "orca-pow2", "orca-oracle")
+
+BEAM_RATES: Mapping[int, float] = {2: 0.25, 4: 0.5, 6: 0.5}
+"""Share of steps in which a beam is dropped for another one's fork, by width: the stated model of who forks from whom
+(`ReplacingBeams`), set so that Figure 15b's Alpaca bars come out. Not measured: simulated beams have no scores."""
+
+
+def beams_of(width: int, setting: Setting) -> ReplacingBeams:
+    """The model of beam parents for a width."""
+    rates = setting.beam_rates or {}
+    return ReplacingBeams(rates.get(str(width), BEAM_RATES[width]))
+
+
+def table1(setting: Setting) -> Outcome:
+    """Pool sizes from the devices' memory (paper Table 1)."""
+    del setting
+    cells = []
+    for model, printed in paper_figures()["table1"].items():
+        place = PLACES[model]
+        deployment = place.deployment("paged")
+        blocks = deployment.blocks
+        free = kv_pool_bytes(deployment.hardware, deployment.shape, place.devices)
+        slots = round(free // deployment.shape.kv_bytes_per_token("fp16") / 1000, 1)
+        room = free / GIB
+        cells += [
+            Cell(f"{model}, {place.devices} x {place.hardware}: KV slots", slots, printed["slots_k"],
+                 slots == printed["slots_k"], "exactly", "K"),
+            Cell(f"{model}: memory for KV cache", round(room), printed["gib"], round(room) == printed["gib"], "exactly",
+                 "GB"),
+            Cell(f"{model}: blocks of 16", blocks, None)]
+    return Outcome("table1", "Table 1: model sizes and server configurations", tuple(cells))
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The step table of a run between two times, s."""
+
+    start: float
+    end: float
+
+    def __call__(self, run: Run) -> StepTable:
+        _, log = run.events()
+        return step_table(log).between(self.start, self.end)
+
+
+def fig2(setting: Setting) -> Outcome:
+    """Average memory waste under ShareGPT at 4 requests/s (paper Figure 2), iterations of 300-900 s."""
+    scale = setting.scale
+    runs = [Run(policy, "opt-13b", "sharegpt", 4.0, setting.source, duration=900.0 * scale, limit=None,
+                horizon=900.0 * scale) for policy in (*ORCAS, "paged")]
+    tables = setting.map(_Steps(300.0 * scale, 900.0 * scale), runs)
+    cells, bars = [], []
+    for run, steps in zip(runs, tables, strict=True):
+        shares = {name: 100 * float(steps.share(name).mean()) for name in ("token", "reserved", "internal", "external",
+                                                                           "free")}
+        others = shares["external"] + shares["free"]
+        ours = {"token": shares["token"], "reserved": shares["reserved"], "internal": shares["internal"],
+                "others": others}
+        printed = paper_figures()["fig2"][run.policy]
+        label = SYSTEMS[run.policy]
+        if run.policy == "paged":
+            cells += [points(f"{label}: token states", ours["token"], printed["token"], 3),
+                      points(f"{label}: the rest", 100 - ours["token"], 100 - printed["token"], 3)]
+        else:
+            titles = {"token": "token states", "reserved": "reservation", "internal": "internal fragmentation",
+                      "others": "external & others"}
+            cells += [points(f"{label}: {titles[name]}", ours[name], value, 3) for name, value in printed.items()]
+        bars.append(Curve(label, tuple(enumerate(ours.values())),
+                          tuple((place, printed[name]) for place, name in enumerate(ours) if name in printed)))
+    panel = Panel("Figure 2: use of KV cache memory", "", "share of the pool, %", tuple(bars), "bars", (None, 100.0),
+                  ("token states", "reservation", "internal", "external & others"))
+    return Outcome("fig2", "Figure 2: average percentage of memory wastes", tuple(cells), (panel,),
+                   (setting.source.describe("sharegpt"),))
+
+
+def fig13(setting: Setting) -> Outcome:
+    """Average number of batched requests (paper Figure 13), iterations of 600-3600 s."""
+    scale = setting.scale
+    cells, panels = [], []
+    for workload, name, rate in (("sharegpt", "sharegpt", 2.0), ("alpaca-paper", "alpaca", 30.0)):
+        runs = [Run(policy, "opt-13b", workload, rate, setting.source, duration=3600.0 * scale, limit=None,
+                    horizon=3600.0 * scale) for policy in (*ORCAS, "paged")]
+        tables = setting.map(_Steps(600.0 * scale, 3600.0 * scale), runs)
+        printed = paper_figures()["fig13"][name]
+        ours = {run.policy: float(steps.column("running").mean()) for run, steps in zip(runs, tables, strict=True)}
+        cells += [near(f"{name}: {SYSTEMS[policy]}", value, printed[policy], 0.10 if policy == "paged" else 0.03)
+                  for policy, value in ours.items()]
+        panels.append(Panel(
+            f"Figure 13: {name} at {rate:g} requests/s", "", "batched requests",
+            (Curve("mean", tuple(enumerate(ours.values())), tuple(enumerate(printed[policy] for policy in ours))),),
+            "bars", ticks=tuple(SYSTEMS[policy] for policy in ours)))
+    return Outcome("fig13", "Figure 13: average number of batched requests", tuple(cells), tuple(panels),
+                   (setting.source.describe("sharegpt"), setting.source.describe("alpaca-paper")))
+
+
+def fig15(setting: Setting) -> Outcome:
+    """Memory saved by sharing blocks (paper Figure 15), Alpaca at 20 requests/s, iterations of 300-900 s."""
+    scale = setting.scale
+    cells, panels = [], []
+    for kind, beam, allowed in (("parallel", False, 1.5), ("beam", True, 5.0)):
+        runs = [Run("paged", "opt-13b", "alpaca-paper", 20.0, setting.source, width, beam, duration=900.0 * scale,
+                    limit=None, horizon=900.0 * scale, beams=beams_of(width, setting) if beam else None)
+                for width in (2, 4, 6)]
+        tables = setting.map(_Steps(300.0 * scale, 900.0 * scale), runs)
+        printed = paper_figures()["fig15"][kind]
+        ours = [100 * (sharing_saving(steps) or 0.0) for steps in tables]
+        cells += [points(f"{kind}, width {run.width}", value, printed[str(run.width)], allowed)
+                  for run, value in zip(runs, ours, strict=True)]
+        panels.append(Panel(
+            f"Figure 15: {'beam search' if beam else 'parallel sampling'}", "output sequences", "memory saved, %",
+            (Curve("saving", tuple(enumerate(ours)), tuple(enumerate(printed.values()))),), "bars",
+            ticks=("2", "4", "6")))
+    wide = [replace(run, workload="sharegpt", rate=2.0) for run in runs[::2]]
+    shared = [100 * (sharing_saving(steps) or 0.0) for steps in setting.map(_Steps(300 * scale, 900 * scale), wide)]
+    cells += [Cell(f"beam, width {run.width}, ShareGPT (paper: 44.3-66.3)", value, None, unit="%")
+              for run, value in zip(wide, shared, strict=True)]
+    return Outcome("fig15", "Figure 15: average memory saving from sharing", tuple(cells), tuple(panels), (
+        setting.source.describe("alpaca-paper"),
+        "beam parents follow a stated model (one beam replaced in a share of steps), fitted to these bars: the beam "
+        "cells check the model's fit, not a prediction"))
+
+
+
+
+EXPERIMENTS: Mapping[str, Experiment] = {"table1": table1, "fig2": fig2, "fig13": fig13, "fig15": fig15}

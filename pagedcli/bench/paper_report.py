@@ -1,0 +1,124 @@
+"""What `pagedcli paper` leaves behind: JSON and a PNG per experiment, and one page of Markdown over all of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pagedcli.bench.experiments import Cell, Outcome, Panel
+from pagedcli.bench.plots import available
+
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#aa3377", "#66ccee")
+"""Paul Tol's bright scheme: told apart by most colour-blind readers."""
+
+
+def write_outcome(outcome: Outcome, folder: Path) -> list[Path]:
+    """Write `<key>.json` and, where matplotlib is installed, `<key>.png`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{outcome.key}.json"
+    path.write_text(json.dumps(outcome.as_dict(), indent=1, allow_nan=False) + "\n", "utf-8")
+    written = [path]
+    if outcome.panels and available():
+        written.append(_draw(outcome, folder / f"{outcome.key}.png"))
+    return written
+
+
+def write_summary(folder: Path) -> Path:
+    """`README.md` over every experiment whose JSON lies in the folder, in the paper's order."""
+    from pagedcli.bench.experiments import registry
+
+    stored = [json.loads((folder / f"{name}.json").read_text("utf-8")) for name in registry()
+              if (folder / f"{name}.json").is_file()]
+    judged = [cell for item in stored for cell in item["cells"] if cell["verdict"] != "shown"]
+    lines = ["# The PagedAttention paper, simulated", "",
+             "Written by `pagedcli paper`. Real scheduler and memory policies, simulated time (cost model fitted to "
+             "the A100 panels of Figure 12); request lengths are drawn from fitted distributions unless a note says "
+             "otherwise. Paper: Kwon et al., SOSP 2023.", "",
+             f"{sum(cell['verdict'] == 'holds' for cell in judged)} of {len(judged)} judged cells hold.", ""]
+    for item in stored:
+        lines += [f"## {item['title']}", ""]
+        if (folder / f"{item['key']}.png").is_file():
+            lines += [f"![{item['title']}]({item['key']}.png)", ""]
+        lines += ["| cell | ours | paper | rule | verdict |", "|---|---:|---:|---|---|"]
+        lines += [f"| {cell['name']} | {number(cell['ours'], cell['unit'])} | {number(cell['paper'], cell['unit'])} | "
+                  f"{cell['rule']} | {cell['verdict']} |" for cell in item["cells"]]
+        lines += ["", *(f"- {note}" for note in item["notes"]), f"- took {item['seconds']:g} s", ""]
+    path = folder / "README.md"
+    path.write_text("\n".join(lines), "utf-8")
+    return path
+
+
+def number(value: float | None, unit: str = "") -> str:
+    """A figure in four significant digits with its unit; a dash for none."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    text = f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+    return f"{text} {unit}".strip() if unit != "x" else f"{text}x"
+
+
+def rows(cells: Sequence[Cell]) -> list[tuple[str, str, str, str, str]]:
+    """Cells as text: name, ours, paper, rule, verdict."""
+    return [(cell.name, number(cell.ours, cell.unit), number(cell.paper, cell.unit), cell.rule, cell.verdict)
+            for cell in cells]
+
+
+def _draw(outcome: Outcome, path: Path) -> Path:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    count = len(outcome.panels)
+    across = min(count, 3)
+    down = -(-count // across)
+    figure = Figure(figsize=(4.6 * across + 0.6, 3.4 * down + 0.3), layout="constrained", dpi=90)
+    FigureCanvasAgg(figure)
+    for place, panel in enumerate(outcome.panels):
+        axes = figure.add_subplot(down, across, place + 1)
+        (_bars if panel.kind == "bars" else _lines)(axes, panel)
+        axes.set_title(panel.title, fontsize=9, loc="left")
+        axes.set_xlabel(panel.x, fontsize=8)
+        axes.set_ylabel(panel.y, fontsize=8)
+        axes.tick_params(labelsize=7)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        axes.legend(fontsize=6, frameon=False)
+    figure.supxlabel("simulated; filled: pagedcli, hollow: the paper", fontsize=7, color="#666666")
+    figure.savefig(path)
+    return path
+
+
+def _lines(axes: Any, panel: Panel) -> None:
+    for place, curve in enumerate(panel.curves):
+        colour = COLOURS[place % len(COLOURS)]
+        axes.plot(*_columns(curve.ours), color=colour, marker="o", markersize=3, linewidth=1.4, label=curve.label)
+        if curve.paper:
+            axes.plot(*_columns(curve.paper), color=colour, marker="s", markersize=4, linewidth=0.8, linestyle=":",
+                      markerfacecolor="none")
+    width, height = panel.limits
+    axes.set_xlim(0, width)
+    axes.set_ylim(0, height)
+
+
+def _bars(axes: Any, panel: Panel) -> None:
+    many = len(panel.curves)
+    wide = 0.8 / many
+    for place, curve in enumerate(panel.curves):
+        colour = COLOURS[place % len(COLOURS)]
+        shift = (place - (many - 1) / 2) * wide
+        xs, ys = _columns(curve.ours)
+        axes.bar([x + shift for x in xs], ys, wide * 0.92, color=colour, label=curve.label)
+        if curve.paper:
+            xs, ys = _columns(curve.paper)
+            axes.plot([x + shift for x in xs], ys, linestyle="none", marker="s", markersize=5, markerfacecolor="none",
+                      color="black")
+    if panel.ticks:
+        axes.set_xticks(range(len(panel.ticks)), panel.ticks)
+    if panel.limits[1] is not None:
+        axes.set_ylim(0, panel.limits[1])
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    kept = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
+    return [x for x, _ in kept], [y for _, y in kept]
