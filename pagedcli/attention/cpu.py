@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +21,8 @@ CACHE_KINDS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf
 SOURCE_KINDS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 FOREVER = 1 << 40
 """A window no position reaches."""
+SMALL_WRITE, SMALL_WORK = 100_000, 400_000
+"""Elements written and multiply-adds (both near 10 microseconds) below which waking other threads costs more."""
 
 
 @dataclass(slots=True)
@@ -31,6 +32,16 @@ class _Layer:
     spec: LayerSpec
     shape: KernelShape
     fields: NDArray[np.int64]
+
+    @property
+    def written(self) -> int:
+        """Elements a token adds to the cache."""
+        return self.spec.kv_heads * (self.spec.key_dim + self.spec.value_dim)
+
+    @property
+    def effort(self) -> int:
+        """Multiply-adds of one query token over one position."""
+        return self.spec.heads * (self.spec.key_dim + self.spec.value_dim)
 
 
 class CpuBackend(AttentionBackend):
@@ -44,8 +55,7 @@ class CpuBackend(AttentionBackend):
     def __init__(self) -> None:
         self._team = Team()
         self._budget = vector_budget()
-        self._loops: Any = None
-        self._function = 0
+        self._loops: kernels.Loops | None = None
         self._built: dict[KernelShape, Routines] = {}
         self._layers: dict[tuple[int, torch.dtype], _Layer] = {}
         self._layout: KVLayout | None = None
@@ -57,7 +67,7 @@ class CpuBackend(AttentionBackend):
         self._address = int(self._arguments.ctypes.data)
         self._scratch = np.zeros(0, np.uint8)
         self._scratch_start = 0
-        self._items: dict[int, tuple[NDArray[np.int32], int]] = {}
+        self._items: dict[int, tuple[NDArray[np.int32], int, int]] = {}
         self._threads = 1
 
     @property
@@ -98,7 +108,7 @@ class CpuBackend(AttentionBackend):
         own = self._layers.get((layer, kind))
         if own is None or (own.spec is not spec and own.spec != spec):
             own = self._layers[layer, kind] = self._make_layer(layer, spec, kind)
-        items, many = self._work(own)
+        items, many, work = self._work(own)
         out = torch.empty(q.shape[0], spec.heads, spec.value_dim, dtype=kind)
         if tokens < q.shape[0]:
             out[tokens:] = 0
@@ -110,7 +120,9 @@ class CpuBackend(AttentionBackend):
             items, many, self._scratch_for(own), 0 if extra is None else extra.data_ptr(), out.data_ptr(),
             q.data_ptr(), q.stride(0) * cell, q.stride(1) * cell, k.data_ptr(), k.stride(0) * cell, k.stride(1) * cell,
             v.data_ptr(), v.stride(0) * cell, v.stride(1) * cell))
-        self._team.run(self._function, self._address, self._threads)
+        assert self._loops is not None
+        self._team.run(self._loops.write, self._address, self._threads if tokens * own.written > SMALL_WRITE else 1)
+        self._team.run(self._loops.attend, self._address, self._threads if work * own.effort > SMALL_WORK else 1)
         return out if given == kind else out.to(given)
 
     def warm_up(self, specs: Sequence[LayerSpec], dtype: torch.dtype) -> float:
@@ -129,7 +141,6 @@ class CpuBackend(AttentionBackend):
         try:
             if self._loops is None:
                 self._loops = kernels.build_loops()
-                self._function = int(self._loops.address)
             if shape not in self._built:
                 self._built[shape] = build_routines(shape)
         except RuntimeError as fault:  # what Numba raises when it can neither find nor make a cache folder
@@ -158,15 +169,15 @@ class CpuBackend(AttentionBackend):
     def _set(self, fields: range, values: Sequence[int] | NDArray[np.int64]) -> None:
         self._arguments[fields.start // 8:fields.stop // 8] = values
 
-    def _work(self, layer: _Layer) -> tuple[int, int]:
-        """Address and number of the step's items, made once for all layers that cut alike."""
+    def _work(self, layer: _Layer) -> tuple[int, int, int]:
+        """Address and number of the step's items and their work, made once for all layers that cut alike."""
         assert self._batch is not None
         key = layer.shape.item_tokens * 65536 + layer.spec.kv_heads
         if key not in self._items:
             made = work_items(self._batch, layer.spec.kv_heads, layer.shape.item_tokens)
-            self._items[key] = made, int(made.ctypes.data)
-        made, address = self._items[key]
-        return address, len(made)
+            self._items[key] = made, int(made.ctypes.data), work_of(self._batch)
+        made, address, work = self._items[key]
+        return address, len(made), work
 
     def _scratch_for(self, layer: _Layer) -> int:
         """Address of scratch for all threads, on a cache line; grows when a layer needs more."""
@@ -183,6 +194,11 @@ def _rows(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if tensor.dtype != dtype:
         tensor = tensor.to(dtype)
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def work_of(batch: BatchLayout) -> int:
+    """Query tokens times context, summed over the sequences."""
+    return int(np.diff(batch.query_start).astype(np.int64) @ batch.context_len.astype(np.int64))
 
 
 def work_items(batch: BatchLayout, kv_heads: int, most: int) -> NDArray[np.int32]:

@@ -67,14 +67,6 @@ def fetch_add(typing: Any, address: Any, value: Any) -> Any:
 
 
 @_intrinsic
-def read_shared(typing: Any, address: Any) -> Any:
-    """Atomic read of an int64 that other threads add to; what they stored before adding is visible after it."""
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load_atomic(Emit(builder).pointer(args[0], I64), "acquire", 8, typ=I64)
-    return types.int64(types.int64), code
-
-
-@_intrinsic
 def fetch(typing: Any, address: Any) -> Any:
     """Ask for the cache line at `address`."""
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -1,14 +1,15 @@
 """The loops of CPU attention, compiled by Numba once a machine: blocks, tiles and rows around the vector routines.
 
-One call of the compiled function is one thread's part of one layer: it first writes new keys and values, waits until
-all threads have, then takes (sequence, kv head, run of tokens) items off a shared counter. Who takes what changes no
-result, because an item is computed whole and its sums have one order.
+A layer is two functions, `write` (new keys and values into blocks) and then `attend`. One call is one thread's part:
+it takes tokens, or (sequence, kv head, run of tokens) items, off a shared counter until none are left. Who takes what
+changes no result, because an item is computed whole and its sums have one order.
 
 Arguments: `a` is the argument block of the call, `s` the table of the layer's shape, `scratch` the thread's own memory.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from pagedcli.attention.cpu_intrinsics import (
     load_f32,
     load_i32,
     load_i64,
-    read_shared,
     store_f32,
     store_i64,
 )
@@ -30,7 +30,7 @@ from pagedcli.attention.cpu_vectors import CHUNKS, LANES, TILE
 
 # Fields of the argument block, int64 each (byte offsets). The counters have a cache line each; the rest are grouped by
 # when the backend sets them: once a layer, once a step, once a call.
-NEXT_WRITE, WRITTEN, NEXT_ITEM, NEXT_THREAD = 0, 64, 128, 192
+NEXT_WRITE, WRITERS, NEXT_ITEM, NEXT_THREAD = 0, 64, 128, 192
 LAYER_FIELDS = range(256, 256 + 88, 8)
 (SHAPE, KV_HEADS, BLOCK, PITCH, KEYS, VALUES, WINDOW, SCALE, CAP, ONE, LOG2E_AT) = LAYER_FIELDS
 STEP_FIELDS = range(344, 344 + 64, 8)
@@ -48,7 +48,7 @@ _compiled = njit(error_model="numpy")
 
 @_compiled
 def write_rows(a: int, s: int, scratch: int) -> None:
-    """New keys and values into their slots, a few tokens at a time; returns when all threads' are written."""
+    """New keys and values into their slots, a few tokens at a time."""
     tokens, step, heads = load_i64(a + TOKENS), load_i64(a + WRITE_STEP), load_i64(a + KV_HEADS)
     size, pitch = load_i64(a + BLOCK), load_i64(a + PITCH)
     key_cell = load_i64(s + shapes.KEY_CELL)
@@ -74,10 +74,7 @@ def write_rows(a: int, s: int, scratch: int) -> None:
                 call(load_i64(s + shapes.MOVE_K), (here, keys + h * size * key_bytes, key_cell, size * key_cell))
                 here = load_i64(a + V) + t * load_i64(a + V_TOKEN) + h * load_i64(a + V_HEAD)
                 call(load_i64(s + shapes.STORE_V), (here, values + h * size * value_bytes, a + ONE))
-        fetch_add(a + WRITTEN, last - first)
         first = fetch_add(a + NEXT_WRITE, step)
-    while read_shared(a + WRITTEN) < tokens:
-        pass
 
 
 @_compiled
@@ -260,18 +257,33 @@ def attend_item(a: int, s: int, scratch: int, item: int) -> int:
     return upcoming
 
 
-def build_loops() -> Any:
-    """The compiled function void(address of the argument block), from the disk cache where it was built before."""
+@dataclass(frozen=True, slots=True)
+class Loops:
+    """The two compiled functions void(address of the argument block); `keep` owns their code."""
+
+    write: int
+    attend: int
+    keep: tuple[object, ...]
+
+
+def build_loops() -> Loops:
+    """Compiles the loops, or loads them from the disk cache where they were built before."""
     stamp = shapes.source_stamp()
+
+    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    def write(a: int) -> None:
+        s = load_i64(a + SHAPE) + 0 * stamp
+        thread = fetch_add(a + WRITERS, 1)
+        write_rows(a, s, load_i64(a + SCRATCH) + thread * load_i64(s + shapes.SCRATCH_BYTES))
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def attend(a: int) -> None:
         s = load_i64(a + SHAPE) + 0 * stamp
         scratch = load_i64(a + SCRATCH) + fetch_add(a + NEXT_THREAD, 1) * load_i64(s + shapes.SCRATCH_BYTES)
-        write_rows(a, s, scratch)
         item = fetch_add(a + NEXT_ITEM, 1)
         while item < load_i64(a + ITEM_COUNT):
             upcoming = attend_item(a, s, scratch, item)
             item = upcoming if upcoming >= 0 else fetch_add(a + NEXT_ITEM, 1)
 
-    return attend
+    addresses = [made.address for made in (write, attend)]
+    return Loops(addresses[0] or 0, addresses[1] or 0, (write, attend))

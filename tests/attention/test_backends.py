@@ -45,6 +45,8 @@ def test_torchs_threads_are_used() -> None:
 def test_python_threads_do_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, lengths = LayerSpec(9, 3, 64, 64, 0.125), [70, 33, 128]
     seqs = Sequences(spec, lengths, torch.bfloat16)
+    monkeypatch.setattr("pagedcli.attention.cpu.SMALL_WRITE", -1)
+    monkeypatch.setattr("pagedcli.attention.cpu.SMALL_WORK", -1)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:

@@ -22,7 +22,10 @@ LENGTHS = [290, 1, 17, 133]
 
 
 @pytest.fixture(autouse=True)
-def threads_kept() -> Iterator[None]:
+def every_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All threads take part however little there is to do, and torch's number is put back."""
+    monkeypatch.setattr("pagedcli.attention.cpu.SMALL_WRITE", -1)
+    monkeypatch.setattr("pagedcli.attention.cpu.SMALL_WORK", -1)
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -49,7 +52,7 @@ def test_nothing_around_a_row_changes_it(spec: LayerSpec, kind: torch.dtype) -> 
         assert bits([alone[one]]) == [base[one]], "alone"
     for threads in (2, 3):
         torch.set_num_threads(threads)
-        assert bits(run(CpuBackend(), seqs, 16, kind, in_chunks(LENGTHS, 9))) == base, f"{threads} threads"
+        assert bits(run(CpuBackend(), seqs, 16, kind, in_one(LENGTHS))) == base, f"{threads} threads"
 
 
 @pytest.mark.parametrize("budget", [6, 24])
