@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from pagedcli.attention.interface import AttentionBackend, LayerSpec
 from pagedcli.core.errors import CannotRunError, PagedError
+from pagedcli.execution.experts import tile_experts
 from pagedcli.execution.families import check_family
 from pagedcli.execution.hook import HOOK_NAME, Observer, PagedRun, running
 from pagedcli.execution.model_hub import ModelSource
@@ -130,6 +130,7 @@ def load_decoder(source: ModelSource, config: PretrainedConfig, dtype: torch.dty
                     local_files_only=True, use_safetensors=None if trust_remote_code else True,
                     trust_remote_code=trust_remote_code)
                 torch.nn.Module.to(module, device)
+            tile_experts(module)
             return HFDecoder(module.eval())
     except PagedError as fault:
         raise CannotRunError(f"{source.name}: models of type {model_type!r} cannot run on a paged KV cache: "
@@ -200,11 +201,3 @@ def fill_repeating(target: torch.Tensor, source: torch.Tensor, offset: int) -> N
         target[at:at + len(source)] = source
     at = done + whole * len(source)
     target[at:] = source[:len(target) - at]
-
-
-def scaled_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Root mean square of the difference over that of `theirs`, in float32; infinite when anything is not finite."""
-    difference = (ours.float() - theirs.float()).square().mean().sqrt()
-    scale = theirs.float().square().mean().sqrt()
-    error = float(difference / scale) if float(scale) > 0 else float(difference)
-    return error if math.isfinite(error) else math.inf

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -47,13 +48,17 @@ def test_offline_hub_ids_fail_at_once_with_one_message() -> None:
 
 
 def test_a_hub_that_never_answers_counts_as_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+
     def hang(address: object, timeout: float) -> None:
-        time.sleep(30)
+        over.wait(30)
+        raise OSError("hung")
 
     monkeypatch.setattr(model_hub.socket, "create_connection", hang)
     began = time.perf_counter()
     fault_of("owner/some-model")
     assert time.perf_counter() - began < 2.5
+    over.set()
 
 
 def test_a_cached_hub_model_is_used_without_asking_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,3 +94,16 @@ def test_full_row_tiles_make_linear_layers_independent_of_the_row_count(width: i
         assert torch.equal(torch.nn.functional.linear(some, weight)[:ROW_TILE], first), tiles
         turned = torch.nn.functional.linear(some.roll(3, 0), weight)
         assert torch.equal(turned[3:3 + ROW_TILE], first), tiles
+
+
+MIXTRAL = {"model_type": "mixtral", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+           "num_key_value_heads": 2, "intermediate_size": 192, "vocab_size": 1003, "num_local_experts": 8,
+           "num_experts_per_tok": 2, "max_position_embeddings": 256}
+GPT_OSS = {**MIXTRAL, "model_type": "gpt_oss", "head_dim": 32, "sliding_window": 16,
+           "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [MIXTRAL, GPT_OSS], ids=["mixtral", "gpt_oss"])
+def test_nor_on_who_else_went_to_an_expert(shape: dict[str, object], dtype: str, tmp_path: Path) -> None:
+    check(tmp_path, shape, dtype, threads=1, trials=3)

@@ -31,7 +31,8 @@ def make_folder(folder: Path, template: str | None = TEMPLATE, bos: bool = True)
     backend.enable_truncation(8)  # a setting that files from training runs carry, and that must not cut prompts
     folder.mkdir(exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "</s>"}, "tokenizer_class": "PreTrainedTokenizerFast"}
+    settings = {"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "</s>"},
+                "tokenizer_class": "PreTrainedTokenizerFast"}
     if template is not None:
         settings["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -105,6 +105,8 @@ def test_dummy_weights_follow_the_seed_and_the_scale(tmp_path: Path) -> None:
     assert float(first[matrix].std()) == pytest.approx(0.07, rel=0.05)
     assert first["model.embed_tokens.weight"].unique(dim=0).shape[0] == 500
     assert float(first["model.norm.weight"].abs().max()) == 0  # Gemma's norms multiply by 1 + weight
+    rotary = load(file, load_format="dummy").decoder.module.model.rotary_emb.inv_freq
+    assert torch.allclose(rotary, 10000.0 ** -(torch.arange(0, 16, 2) / 16))
 
 
 def test_repeated_filling_wraps_around() -> None:
