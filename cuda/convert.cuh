@@ -12,6 +12,12 @@ struct fp8_e5m2 {
   unsigned char bits;
 };
 
+template <class A, class B> struct Same {
+  static constexpr bool value = false;
+};
+template <class A> struct Same<A, A> {
+  static constexpr bool value = true;
+};
 template <class C> struct IsFp8 {
   static constexpr bool value = false;
 };
@@ -22,26 +28,23 @@ template <> struct IsFp8<fp8_e5m2> {
   static constexpr bool value = true;
 };
 
-// Two e4m3 codes (low 16 bits) as floats. From compute capability 8.9 on the hardware converts; before it the code's
-// bits are moved into a half, whose exponent bias is 8 larger: value * 2^-8, subnormals included, so times 256
-// is exact. Only the NaN code needs a word of its own.
-__device__ __forceinline__ float2 fp8_pair(unsigned two, fp8_e4m3) {
+// Two 8-bit codes (low 16 bits) as halves, exactly. e5m2 is the upper byte of a half. e4m3 from compute capability 8.9
+// on is converted by the hardware; before it the code's bits are moved into a half, whose exponent bias is 8 larger:
+// value * 2^-8, subnormals included, so times 256. The NaN code would come out as 480 and gets its exponent bit.
+__device__ __forceinline__ __half2 fp8_halves(unsigned two, fp8_e4m3) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)two, __NV_E4M3);
-  return __half22float2(__half2(raw));
+  return __half2(__nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)two, __NV_E4M3));
 #else
-  const unsigned spread = (two & 0xffu) | ((two & 0xff00u) << 8);
-  const unsigned w = ((spread & 0x00800080u) << 8) | ((spread & 0x007f007fu) << 7);
-  float2 f = __half22float2(*reinterpret_cast<const __half2*>(&w));
-  f.x = (two & 0x7fu) == 0x7fu ? __int_as_float(0x7fc00000) : f.x * 256.f;
-  f.y = (two & 0x7f00u) == 0x7f00u ? __int_as_float(0x7fc00000) : f.y * 256.f;
-  return f;
+  const unsigned spread = (two & 0xffu) | ((two & 0xff00u) << 8), magnitude = spread & 0x007f007fu;
+  unsigned w = ((spread & 0x00800080u) << 8) | (magnitude << 7);
+  const __half2 h = __hmul2(*reinterpret_cast<const __half2*>(&w), __floats2half2_rn(256.f, 256.f));
+  w = *reinterpret_cast<const unsigned*>(&h) | ((magnitude + 0x00010001u) & 0x00800080u) << 6;
+  return *reinterpret_cast<const __half2*>(&w);
 #endif
 }
-// An e5m2 code is the upper byte of a half.
-__device__ __forceinline__ float2 fp8_pair(unsigned two, fp8_e5m2) {
+__device__ __forceinline__ __half2 fp8_halves(unsigned two, fp8_e5m2) {
   const unsigned w = ((two & 0xffu) << 8) | ((two & 0xff00u) << 16);
-  return __half22float2(*reinterpret_cast<const __half2*>(&w));
+  return *reinterpret_cast<const __half2*>(&w);
 }
 
 template <int BYTES> struct RawOf;
@@ -76,7 +79,7 @@ template <> struct Word<__nv_bfloat16> {
 template <class F> struct Fp8Word {
   static constexpr int N = 4;
   static __device__ __forceinline__ void unpack(unsigned w, float* o) {
-    const float2 a = fp8_pair(w & 0xffffu, F()), b = fp8_pair(w >> 16, F());
+    const float2 a = __half22float2(fp8_halves(w & 0xffffu, F())), b = __half22float2(fp8_halves(w >> 16, F()));
     o[0] = a.x;
     o[1] = a.y;
     o[2] = b.x;
@@ -129,4 +132,12 @@ template <class T> __device__ __forceinline__ unsigned pack_pair(float a, float 
   static_assert(sizeof(T) == 2, "16-bit elements");
   T h[2] = {from_float<T>(a), from_float<T>(b)};
   return (unsigned)reinterpret_cast<unsigned short*>(h)[0] | (unsigned)reinterpret_cast<unsigned short*>(h)[1] << 16;
+}
+
+// Two 8-bit codes (low 16 bits) as one word of two 16-bit elements, exactly.
+template <class T, class F> __device__ __forceinline__ unsigned widen_pair(unsigned two) {
+  const __half2 h = fp8_halves(two, F());
+  if constexpr (Same<T, __half>::value) return *reinterpret_cast<const unsigned*>(&h);
+  const float2 f = __half22float2(h);
+  return pack_pair<T>(f.x, f.y);
 }

@@ -53,10 +53,10 @@ template <class T, class C, int D, int BS, int KT> struct KvTile {
     if constexpr (WIDEN)
       for (int e = thread; e < KT * (D / 8); e += threads) {
         const int r = e / (D / 8), c = e % (D / 8) * 8;
-        float f[8];
-        unpack<C>(*reinterpret_cast<const uint2*>(staged + r * STAGE_LD + c), f);
-        *reinterpret_cast<uint4*>(tile + r * LD + c) = make_uint4(pack_pair<T>(f[0], f[1]), pack_pair<T>(f[2], f[3]),
-                                                                  pack_pair<T>(f[4], f[5]), pack_pair<T>(f[6], f[7]));
+        const uint2 codes = *reinterpret_cast<const uint2*>(staged + r * STAGE_LD + c);
+        *reinterpret_cast<uint4*>(tile + r * LD + c) =
+            make_uint4(widen_pair<T, C>(codes.x & 0xffffu), widen_pair<T, C>(codes.x >> 16),
+                       widen_pair<T, C>(codes.y & 0xffffu), widen_pair<T, C>(codes.y >> 16));
       }
   }
 };

@@ -104,7 +104,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "add_sink(sinks, head, m, l);\n    o *=", ("v1 sinks",)),
     Mutant("softcap before the scale", "common.cuh", "tanhf(x * scale / softcap)", "tanhf(x / softcap) * scale",
            ("v1 softcap",)),
-    Mutant("8-bit exponent off", "convert.cuh", "f.x * 256.f", "f.x * 128.f", ("v1 fp8",)),
+    Mutant("8-bit exponent off", "convert.cuh", "256.f, 256.f", "128.f, 256.f", ("v1 fp8",)),
     Mutant("merge counts empty splits", _A, "for (int p = 0; p < count; p++) {", "for (int p = 0; p < splits; p++) {",
            ("split",)),
     Mutant("split boundary overlaps", _A, "hi = min(ctx, s.base + (split + 1) * s.len);",

@@ -17,7 +17,7 @@ from tests.emulator import faults
 from tests.emulator.cases import Kernels
 from tests.emulator.emulator import EmuModule
 from tests.emulator.numbers import decode, encode_fp8, fp8_table
-from tests.emulator.problems import make_shape, write_error
+from tests.emulator.problems import Problem, make_shape, write_error
 
 SMALL = DeviceLimits(46, 99 * 1024, 100 * 1024, (8, 6))
 
@@ -139,3 +139,14 @@ def test_every_8_bit_code_survives_a_round_trip(kernels: Kernels, kind: str) -> 
     values = np.random.default_rng(0).standard_normal(4000).astype(np.float32) * 40
     assert np.array_equal(decode(encode_fp8(values, kind), kind), torch.from_numpy(values).to(dtype).double().numpy())
     assert write_error(kernels.launch, make_shape("fp16", cache=kind), [3, -1, 17], 3, scales=True) == 0
+
+
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize(("dtype", "choice", "group"), [("fp32", "v1", 1), ("fp16", "mma", 3), ("bf16", "mma", 3)])
+def test_every_8_bit_code_is_read_exactly(kernels: Kernels, kind: str, dtype: str, choice: str, group: int) -> None:
+    """One token, whose values are all 256 codes: the output is its values, NaN and infinity included."""
+    problem = Problem(make_shape(dtype, 256, 8, group, 1, cache=kind), (1,))
+    problem.grid[problem.tables[0, 0], -1, 1, 0, 0] = np.arange(256, dtype=np.uint8)
+    out = decode(problem.run_decode(kernels.launch, problem.decode_plan(choice, 1)), dtype)
+    for head in range(group):
+        assert np.array_equal(out[0, head], fp8_table(kind), equal_nan=True)

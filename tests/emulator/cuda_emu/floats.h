@@ -35,6 +35,8 @@ struct alignas(4) __half2 { __half x, y; };
 inline __half __float2half_rn(float f) { return __half(f); }
 inline float __half2float(__half h) { return h; }
 inline float2 __half22float2(__half2 h) { return float2{h.x, h.y}; }
+inline __half2 __floats2half2_rn(float a, float b) { return __half2{__half(a), __half(b)}; }
+inline __half2 __hmul2(__half2 a, __half2 b) { return __half2{__half((float)a.x * b.x), __half((float)a.y * b.y)}; }
 inline __nv_bfloat16 __float2bfloat16_rn(float f) { return f; }
 inline float __bfloat162float(__nv_bfloat16 h) { return h; }
 
