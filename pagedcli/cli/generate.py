@@ -158,7 +158,8 @@ def _serve(environment: Environment, plan: Plan, source: InputRows, scan: Scan, 
             notes += (_pin(engine, codec, plan.shared_prefix),)
         watch.lap("build")
         with progress_bar(environment, plan.interactive) as observer:
-            job = Job(source, scan, engine, codec, journal, defaults, observer)
+            job = Job(source, scan, engine, codec, journal, defaults, observer,
+                      plan.config.cache.prefix_cache)
             with stopping_on_signals(job.stop):
                 job.run()
         watch.lap("generate")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
 from pagedcli.core.errors import ExitStatus, PagedError, RequestError
-from pagedcli.core.request import Request
+from pagedcli.core.request import Request, SamplingParams
 from pagedcli.core.sequence import SequenceGroup
 from pagedcli.engine.interface import Counters
 from pagedcli.execution.interface import Executor
 from pagedcli.generate.formats import parse_row, render_failure, render_result
 from pagedcli.generate.journal import Journal
+from pagedcli.generate.resume_cache import FinishedPrefixes
 from pagedcli.generate.row import Row
 from pagedcli.generate.sampling import SamplingDefaults
 from pagedcli.generate.source import InputRows, Scan
@@ -28,6 +30,9 @@ QUEUE_FACTOR = 2
 """Requests in the engine at most, as a multiple of --max-num-seqs: enough that none of its steps starves."""
 
 PROGRESS_SECONDS = 0.2
+
+RESTORED = -1
+"""Index of the requests that only bring a prefix back into the cache; they have no row."""
 
 
 class Serving(Protocol):
@@ -78,11 +83,12 @@ class Job:
 
     `run` raises Interrupted after `stop`, and whatever the engine or the disk raises; the journal then holds
     all finished rows. Rows are parsed and tokenised CHUNK_ROWS ahead of the engine, which holds at most QUEUE_FACTOR
-    times its `max_num_seqs` requests.
+    times its `max_num_seqs` requests. `prefix_cache` says that the engine finds earlier prompts' blocks again: a
+    resumed run then first restores those that the rows to come share with finished ones.
     """
 
     def __init__(self, source: InputRows, scan: Scan, engine: Serving, codec: TextCodec | None, journal: Journal,
-                 defaults: SamplingDefaults, observer: Observer | None = None) -> None:
+                 defaults: SamplingDefaults, observer: Observer | None = None, prefix_cache: bool = False) -> None:
         self.source = source
         self.scan = scan
         self.engine = engine
@@ -93,6 +99,8 @@ class Job:
         self.tokeniser = Tokeniser(codec, engine.executor.limits.vocab_size, defaults)
         self.model = engine.executor.info.model
         self._stopping = False
+        restoring = prefix_cache and journal.resumed > 0
+        self._prefixes = FinishedPrefixes(engine.executor.limits.block_size) if restoring else None
         self._rows: dict[int, Row] = {}  # by index, of the requests in the engine
         self._started = self._shown = time.perf_counter()
 
@@ -132,10 +140,15 @@ class Job:
     def _feed(self) -> Iterator[tuple[Row, Request | None]]:
         """Rows still to do, each with its request unless it has a fault."""
         repeated = self.scan.first_line_of if self.scan.repeated else None
-        wanted = (raw for raw in self.source if not self.journal.done(raw.index))
+        done = self.journal.done
+        wanted = (raw for raw in self.source if self._prefixes is not None or not done(raw.index))
         while chunk := list(islice(wanted, CHUNK_ROWS)):
             rows = [parse_row(raw, repeated(raw.index) if repeated else None) for raw in chunk]
-            yield from zip(rows, self.tokeniser.requests(rows), strict=True)
+            for row, request in zip(rows, self.tokeniser.requests(rows), strict=True):
+                if not done(row.index):
+                    yield row, request
+                elif request is not None and self._prefixes is not None:
+                    self._prefixes.finished(request.prompt)
 
     def _submit(self, row: Row, request: Request | None) -> None:
         if request is not None:
@@ -150,6 +163,11 @@ class Job:
 
     def _add(self, row: Row, request: Request) -> None:
         """Queue a request; a max_tokens that nobody set shrinks to what the model and the pool allow."""
+        shared = 0 if self._prefixes is None else self._prefixes.needed(request.prompt)
+        if shared:
+            prefix = Request(RESTORED, "restored prefix", request.prompt[:shared], SamplingParams(max_tokens=0))
+            with suppress(RequestError):  # a prompt that cannot fit is told so below
+                self.engine.add(prefix)
         try:
             self.engine.add(request)
         except RequestError:
@@ -160,6 +178,8 @@ class Job:
 
     def _finish(self, group: SequenceGroup) -> None:
         index = group.request.index
+        if index == RESTORED:
+            return
         row = self._rows.pop(index)
         if group.error is not None:
             row.fail(*group.error)

@@ -16,7 +16,8 @@ import pytest
 from tests.generate.fake_engine import lines
 
 PROGRAM = [sys.executable, "-c", "from pagedcli.cli.app import main; main()"]
-NULL = ["--model", "null", "--no-prefix-cache"]
+NULL = ["--model", "null"]
+BEGINNINGS = ("", "Dear reader of this long letter, ", "Dear reader of this long letter, and of the next one to come: ")
 
 # `--model null` with a log of every row that the engine finished, written before the journal hears of it; a row a
 # step, each step slowed a little, so that a run is long enough to be killed at any of its rows.
@@ -43,15 +44,16 @@ typer.main.get_command(app).main(obj=Environment(build_engine=build))
 """
 
 
-def rows(count: int) -> bytes:
-    """Prompts that share no block, with lengths of their own and now and then a bad row."""
+def rows(count: int, beginnings: tuple[str, ...] = ("",)) -> bytes:
+    """Prompts with lengths of their own and now and then a bad row; each starts with one of `beginnings`."""
     dice = random.Random(5)
     made = []
     for index in range(count):
         if index % 41 == 7:
             made.append({"prompt": "", "id": f"bad-{index}"})
         else:
-            made.append({"prompt": f"{dice.random()} {'x' * dice.randrange(60)}", "max_tokens": dice.randrange(1, 30)})
+            text = f"{dice.choice(beginnings)}{dice.random()} {'x' * dice.randrange(60)}"
+            made.append({"prompt": text, "max_tokens": dice.randrange(1, 30)})
     return lines(*made)
 
 
@@ -64,8 +66,9 @@ def journal_rows(path: Path) -> set[int]:
 
 
 def test_twenty_kills_change_no_byte_and_repeat_no_row(tmp_path: Path) -> None:
+    """With the prefix cache on and prompts that share blocks: `cached_tokens` too comes out as if nothing happened."""
     count = 240
-    (tmp_path / "in.jsonl").write_bytes(rows(count))
+    (tmp_path / "in.jsonl").write_bytes(rows(count, BEGINNINGS))
     arguments = ["generate", "in.jsonl", *NULL, "--max-num-seqs", "3", "-q"]
     subprocess.run([*PROGRAM, *arguments, "-o", "whole"], cwd=tmp_path, check=False)
     whole = (tmp_path / "whole").read_bytes()
