@@ -1,0 +1,101 @@
+"""Calibration: coefficients come back from a trace that was made with them; real traces within the stated error."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagedcli.bench.calibrate import (
+    FIXED,
+    Trace,
+    fit_trace,
+    mean_error,
+    read_trace,
+    replay_trace,
+    run_latencies,
+    statistics,
+    vllm_config,
+)
+from pagedcli.bench.least_squares import fit_positive
+from pagedcli.core.errors import UsageError
+from pagedcli.execution.hardware import find_hardware
+from pagedcli.execution.shapes import SHAPES
+from pagedcli.execution.simulated import Deployment
+from pagedcli.workloads import Poisson
+
+REAL = Path(__file__).resolve().parents[3] / "shared" / "vllm_trace" / "rtx4090_llama31_8b_requests.jsonl"
+
+
+def _deployment() -> Deployment:
+    return Deployment(find_hardware("rtx4090"), SHAPES["llama3-8b"], num_blocks=1500)
+
+
+def _made_trace(values: dict[str, float], count: int = 80) -> Trace:
+    rng = np.random.default_rng(1)
+    prompt, output = rng.integers(20, 900, count).astype(float), rng.integers(20, 300, count).astype(float)
+    arrival = Poisson(6.0).deadlines(count, 0)
+    blank = np.zeros(count)
+    deployment = _deployment()
+    deployment = replace(deployment, hardware=replace(deployment.hardware, engines={},
+                                                      coefficients=replace(FIXED, **values)))
+    run = replay_trace(Trace("made", prompt, output, arrival, blank, blank), vllm_config(), deployment)
+    first = np.array([record.first_token for record in run.requests], dtype=float)
+    last = np.array([record.finish for record in run.requests], dtype=float)
+    return Trace("made", prompt, output, arrival, first, last)
+
+
+def test_a_simulated_trace_is_fitted_closely() -> None:
+    trace = _made_trace({"weight_efficiency": 0.7, "flop_efficiency": 0.4, "kv_efficiency": 0.5,
+                         "step_seconds": 0.004, "sequence_seconds": 5e-5})
+    found = fit_trace(trace, _deployment(), vllm_config(), train=40)
+    assert found.error < 0.02
+    assert found.held_out_error is not None and found.held_out_error < 0.03
+    mean, most = found.pool_use()
+    assert 0 < mean < most <= 1
+
+
+def test_least_squares_finds_a_curve() -> None:
+    xs = np.linspace(1, 5, 20)
+    ys = 3.0 * np.exp(-0.5 * xs)
+    found = fit_positive(lambda p: np.log(p["a"] * np.exp(-p["b"] * xs) / ys), {"a": 1.0, "b": 1.0},
+                         {"a": (0.1, 10), "b": (0.1, 10)})
+    assert found["a"] == pytest.approx(3.0, rel=1e-4) and found["b"] == pytest.approx(0.5, rel=1e-4)
+
+
+def test_two_clocks_are_tied_by_the_fastest_queueing(tmp_path: Path) -> None:
+    rows = [{"input_toks": 4, "output_toks": 2, "arrival_time": 1000.0, "queued_ts": 7.5, "first_token_ts": 8.0,
+             "last_token_ts": 9.0},
+            {"input_toks": 4, "output_toks": 2, "arrival_time": 1001.0, "queued_ts": 8.0, "first_token_ts": 8.5,
+             "last_token_ts": 9.5}]
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    trace = read_trace(path)
+    assert trace.latencies()["ttft"].tolist() == [1.0, 0.5]  # the first request waited half a second to be queued
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ('{"input_toks": 4}', "row 1: no number in output_toks"), ("nonsense", "line 1: not JSON"), ("", "no requests"),
+    ('{"input_toks":0,"output_toks":1,"arrival_time":0,"first_token_ts":1,"last_token_ts":1}', "row 1: lengths"),
+])
+def test_faulty_traces_are_explained(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(text, "utf-8")
+    with pytest.raises(UsageError, match=message):
+        read_trace(path)
+
+
+@pytest.mark.slow
+def test_the_rtx_4090_trace() -> None:
+    if not REAL.is_file():
+        pytest.skip("the measured trace is not here")
+    trace = read_trace(REAL)
+    deployment = replace(_deployment(), num_blocks=2588)
+    assert fit_trace(trace, deployment, vllm_config()).error <= 0.015
+    part = fit_trace(trace, deployment, vllm_config(), train=75)
+    assert part.held_out_error is not None and part.held_out_error <= 0.035
+    rest = slice(75, None)
+    assert mean_error(statistics(trace.latencies(rest)), statistics(run_latencies(part.run, rest))) <= 0.035

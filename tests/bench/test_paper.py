@@ -1,0 +1,97 @@
+"""The paper's experiments: names, short runs, searches on known curves, files that are written."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from pagedcli.bench.experiments import Setting, choose, near, points, registry, run_experiment
+from pagedcli.bench.paper_report import write_outcome, write_summary
+from pagedcli.bench.paper_setup import LengthSource, Run, crossing, paper_figures
+from pagedcli.bench.paper_targets import PANELS, find_rate, target_of
+from pagedcli.core.errors import UsageError
+
+SHAREGPT = Path(__file__).resolve().parents[3] / "shared" / "paper" / "sharegpt_lengths.csv"
+
+
+def test_names_are_chosen_by_their_beginning() -> None:
+    assert choose(["fig12"]) == list(PANELS)
+    assert choose([]) == choose(["all"]) == list(registry())
+    assert choose(["fig2", "table1", "fig2"]) == ["fig2", "table1"]
+    with pytest.raises(UsageError, match="'fig99' is no experiment"):
+        choose(["fig99"])
+
+
+def test_a_known_curve_is_crossed_where_it_should() -> None:
+    calls: list[float] = []
+
+    def latency(rate: float) -> float:
+        calls.append(rate)
+        return 0.03 if rate < 2.0 else 0.03 * math.exp(10 * (rate - 2.0))
+
+    expected = 2.0 + math.log(0.5 / 0.03) / 10
+    for guess in (0.3, 2.0, 2.3, 9.0):
+        assert find_rate(latency, 0.5, guess, 0.02) == pytest.approx(expected, rel=0.02)
+    known = {1.0: latency(1.0), 3.0: latency(3.0)}
+    calls.clear()
+    assert find_rate(latency, 0.5, 2.2, 0.02, known) == pytest.approx(expected, rel=0.02)
+    assert all(1.0 < rate < 3.0 for rate in calls)
+
+
+def test_printed_curves_are_read_as_described() -> None:
+    assert crossing([(1.0, 0.1), (2.0, 1.0)], 0.5) == pytest.approx(1 + math.log(5) / math.log(10))
+    short = target_of("fig12a", "orca-max")  # ends at 0.0823 s/token
+    assert (short.level, short.rate, short.low_rate) == (0.0823, 0.5, 0.2)
+    assert target_of("fig12a", "paged").rate == pytest.approx(1.948, abs=0.01)
+
+
+def test_verdicts() -> None:
+    assert near("x", 1.1, 1.0, 0.15).good and not near("x", 1.2, 1.0, 0.15).good
+    assert points("x", 10, 12.5, 3).good and not points("x", 10, 13.5, 3).good
+
+
+def test_lengths_have_the_papers_means() -> None:
+    for workload, printed in (("sharegpt", (161.31, 337.99)), ("alpaca-paper", (19.31, 58.45))):
+        rows = LengthSource().draw(workload)
+        for side in (0, 1):
+            assert sum(row[side] for row in rows) / len(rows) == pytest.approx(printed[side], rel=0.01)
+        assert all(prompt + output < 2048 for prompt, output in rows)
+    if SHAREGPT.is_file():
+        real = LengthSource(SHAREGPT).draw("sharegpt")
+        assert len(real) == 79_725
+        assert "real" in LengthSource(SHAREGPT).describe("sharegpt")
+    assert "synthetic" in LengthSource().describe("sharegpt")
+
+
+def test_table_1_holds_and_is_written(tmp_path: Path) -> None:
+    outcome = run_experiment("table1", Setting())
+    assert outcome.judged and outcome.held == len(outcome.judged)
+    write_outcome(outcome, tmp_path)
+    assert json.loads((tmp_path / "table1.json").read_text("utf-8"))["cells"][0]["verdict"] == "holds"
+    assert "60.1 K" in write_summary(tmp_path).read_text("utf-8")
+
+
+def test_waste_of_figure_2_in_a_short_run() -> None:
+    """A tenth of the paper's run already shows each system's kind of waste."""
+    cells = {cell.name: cell.ours for cell in run_experiment("fig2", Setting(scale=0.1)).cells}
+    printed = paper_figures()["fig2"]
+    assert cells["vLLM: token states"] == pytest.approx(printed["paged"]["token"], abs=4)
+    assert cells["Orca (Max): internal fragmentation"] == pytest.approx(printed["orca-max"]["internal"], abs=8)
+
+
+def test_latency_rises_with_the_rate_and_paging_wins() -> None:
+    def latency(policy: str, rate: float) -> float:
+        return Run(policy, "opt-13b", "sharegpt", rate, LengthSource(), duration=300.0).point().latency
+
+    assert latency("paged", 1.0) < latency("paged", 3.0)
+    assert latency("paged", 1.2) < latency("orca-oracle", 1.2) <= latency("orca-max", 1.2)
+
+
+def test_every_quick_experiment_runs(tmp_path: Path) -> None:
+    for name in ("fig13", "fig15", "fig19a"):
+        outcome = run_experiment(name, Setting(scale=0.02))
+        assert outcome.cells
+        assert all(path.stat().st_size > 0 for path in write_outcome(outcome, tmp_path))

@@ -1,0 +1,58 @@
+"""The planner: targets as text, prices, and plans that follow what the devices can do."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from pagedcli.bench.planner import Option, Question, Slo, make_plan, options, read_prices
+from pagedcli.core.errors import UsageError
+from pagedcli.execution.hardware import find_hardware
+from pagedcli.execution.shapes import SHAPES
+
+LENGTHS = tuple((100 + 7 * (k % 50), 40 + 3 * (k % 60)) for k in range(120))
+
+
+def _question(model: str = "llama3-8b", slo: str = "normalized_latency<0.2") -> Question:
+    return Question(SHAPES[model], LENGTHS, (Slo.parse(slo),), {"l4": 1.0, "h100-80gb": 10.0})
+
+
+def test_targets_are_read() -> None:
+    assert Slo.parse("normalized_latency<0.2") == Slo("mean", "normalized_latency", 0.2)
+    assert Slo.parse("p90_ttft <= 300ms") == Slo("p90", "ttft", 0.3)
+    for bad in ("speed<1", "ttft>1", "ttft<-1", "ttft<x", "p100_ttft<1"):
+        with pytest.raises(UsageError, match="--slo"):
+            Slo.parse(bad)
+
+
+def test_a_faster_device_serves_more_at_the_price_asked() -> None:
+    question = _question()
+    small, large = (Option(question, find_hardware(name), 1, "paged").solve() for name in ("l4", "h100-80gb"))
+    assert 0 < small.rate * 3 < large.rate
+    assert small.dollars_per_million == pytest.approx(1.0 / 3600 / small.tokens_per_s * 1e6)
+    assert small.tokens_per_s == pytest.approx(small.rate * sum(o for _, o in LENGTHS) / len(LENGTHS))
+    assert large.estimate and large.pool_blocks > small.pool_blocks
+
+
+def test_reserving_memory_serves_less() -> None:
+    paged, most = (Option(_question(), find_hardware("l4"), 1, policy).solve() for policy in ("paged", "orca-max"))
+    assert most.rate < paged.rate
+
+
+def test_what_cannot_serve_says_why_and_comes_last() -> None:
+    every = options(_question("opt-13b"), ["l4", "a100-40gb"], [1], ["paged"])
+    plans = make_plan(every, lambda function, jobs: [function(job) for job in jobs])
+    assert [plan.hardware for plan in plans] == ["a100-40gb", "l4"]
+    assert math.isnan(plans[0].dollars_per_million) and not plans[0].estimate
+    assert "use more devices" in plans[1].why and plans[1].rate == 0
+    assert "already misses" in Option(_question(slo="mean_tpot<0.1ms"), find_hardware("l4"), 1, "paged").solve().why
+
+
+def test_prices_can_be_edited(tmp_path: Path) -> None:
+    assert read_prices(None)["a100-40gb"] > 0
+    path = tmp_path / "prices.toml"
+    path.write_text("l4 = -1\n", "utf-8")
+    with pytest.raises(UsageError, match="l4 = -1"):
+        read_prices(path)
