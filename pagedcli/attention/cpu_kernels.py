@@ -112,16 +112,17 @@ def chunk_addresses(a: int, s: int, out: int, table: int, h: int, start: int, lo
 
 @_compiled
 def pack_keys(a: int, s: int, scratch: int, table: int, h: int, start: int, low: int, high: int) -> None:
-    """Copies a tile's keys side by side, for blocks that do not hold whole chunks; only seen slots are read."""
+    """Copies a tile's keys side by side where blocks hold no whole chunks; only blocks with seen slots are read."""
     size, cell, lines = load_i64(a + BLOCK), load_i64(s + shapes.KEY_CELL), load_i64(s + shapes.KEY_LINES)
     packed, out = scratch + load_i64(s + shapes.KEYS_AT), scratch + load_i64(s + shapes.POINTERS_AT)
     keys = load_i64(a + KEYS) + h * size * lines * cell
     for c in range(CHUNKS):
         store_i64(out + 8 * c, packed + c * LANES * cell)
-    for at in range(start + low, start + high):
+    step, routine = (8, load_i64(s + shapes.MOVE_8)) if size % 8 == 0 else (1, load_i64(s + shapes.MOVE_K))
+    for at in range(start + low // step * step, start + high, step):
         block = at // size
         here = keys + load_i32(table + 4 * block) * load_i64(a + PITCH) + (at - block * size) * cell
-        call(load_i64(s + shapes.MOVE_K), (here, packed + (at - start) * cell, size * cell, TILE * cell))
+        call(routine, (here, packed + (at - start) * cell, size * cell, TILE * cell))
 
 
 @_compiled

@@ -206,7 +206,7 @@ def emit_convert(emit: Emit, args: list[Any], source: str, target: str, dim: int
 def emit_move(emit: Emit, args: list[Any], width: int, count: int) -> None:
     """`count` cells of `width` bytes, one by one. args: from, to, bytes between cells there and here."""
     here, there, here_step, there_step = args
-    kind = ir.IntType(8 * width)
+    kind = ir.IntType(8 * width) if width <= 8 else ir.VectorType(ir.IntType(8), width)
     with cgutils.for_range(emit.b, emit.i64(count), intp=I64) as loop:
         cell = emit.load(emit.b.add(here, emit.b.mul(loop.index, here_step)), kind)
         emit.store(cell, emit.b.add(there, emit.b.mul(loop.index, there_step)))

@@ -38,8 +38,8 @@ MOST_ROWS = 8
 
 # The table, int64 each (byte offsets). Routines: scores by [rows][log2 chunks], weighted by [rows], the rest one each.
 SCORES, WEIGHTED = 0, 8 * 4 * MOST_ROWS
-ROUTINES = range(WEIGHTED + 8 * MOST_ROWS, WEIGHTED + 8 * MOST_ROWS + 48, 8)
-(WEIGHTS, FINISH, LOAD_Q, STORE_K, STORE_V, MOVE_K) = ROUTINES
+ROUTINES = range(WEIGHTED + 8 * MOST_ROWS, WEIGHTED + 8 * MOST_ROWS + 56, 8)
+(WEIGHTS, FINISH, LOAD_Q, STORE_K, STORE_V, MOVE_K, MOVE_8) = ROUTINES
 SIZES = range(ROUTINES.stop, ROUTINES.stop + 72, 8)
 (GROUP, ROWS, KEY_DIM, VALUE_DIM, KEY_CELL, KEY_LINES, VALUE_CELL, OUT_CELL, CONVERTS) = SIZES
 PARTS = range(SIZES.stop, SIZES.stop + 80, 8)
@@ -123,6 +123,7 @@ def _fill(builder: ir.IRBuilder, table: Any, shape: KernelShape) -> None:
     put(STORE_K, "store_k", 3, lambda e, a: routines.emit_convert(e, a, source, cache, key_dim))
     put(STORE_V, "store_v", 3, lambda e, a: routines.emit_convert(e, a, source, cache, value_dim))
     put(MOVE_K, "move_k", 4, lambda e, a: routines.emit_move(e, a, cell, lines))
+    put(MOVE_8, "move_8", 4, lambda e, a: routines.emit_move(e, a, 8 * cell, lines))
 
 
 def _fill_table(typing: Any, table: Any, source: Any, cache: Any, group: Any, key_dim: Any, value_dim: Any,
