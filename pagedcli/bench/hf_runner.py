@@ -18,6 +18,7 @@ import numpy as np
 from pagedcli.bench.records import RequestRecord, RunResult, StepRecord, StepTable
 from pagedcli.bench.serve import Observer, Progress, StopRule
 from pagedcli.core.clock import WallClock
+from pagedcli.core.config import ModelConfig
 from pagedcli.core.request import Request
 
 if TYPE_CHECKING:
@@ -26,6 +27,20 @@ if TYPE_CHECKING:
     import torch
 
 _OUR_CACHE_NOTE = "hf: KV classes are of generate's own contiguous cache; padding and finished rows count as internal"
+
+
+def load_module(model: ModelConfig, progress: Callable[[str], None] | None = None) -> Any:
+    """The model as transformers runs it (torch.nn.Module, eval mode), weights as the engine's executor reads them.
+
+    Raises CannotRunError or UsageError as the executor's loader does.
+    """
+    from pagedcli.execution.hf_model import load_config, load_decoder, pick_device, pick_dtype
+    from pagedcli.execution.model_hub import resolve_model
+
+    source, device = resolve_model(model, progress), pick_device(model.device)
+    config = load_config(source, trust_remote_code=model.trust_remote_code)
+    return load_decoder(source, config, pick_dtype(model.dtype, device), device, seed=model.seed,
+                        trust_remote_code=model.trust_remote_code).module
 
 
 @contextmanager

@@ -133,7 +133,7 @@ def _mean(lengths: list[int]) -> str:
 
 
 def _notes(load_format: str, workload: Workload, more: tuple[str, ...]) -> list[str]:
-    notes = [workload.source, *workload.notes, *(Path(note).name if note.startswith("/") else note for note in more)]
+    notes = [note.replace(str(Path.home()), "~") for note in (workload.source, *workload.notes, *more)]
     if load_format == "dummy":
         notes.append("weights are random: output lengths are forced, so times and memory do not depend on them")
     return notes

@@ -199,22 +199,25 @@ def _real(setup: Setup, say: Callable[[str], None]) -> Backend:
         return build_engine(replace(setup.config, policy=policy), executor=executor, tokenizer=tokenizer,
                             record_times=True)
 
+    engines = EngineRunner(make, limits.vocab_size)
+    hf = _hf(limits, tokenizer, setup.config, say) if "hf" in setup.experiment.policies else None
+
     def runner_of(policy: str) -> Runner:
-        return _hf(executor, tokenizer, setup.config) if policy == "hf" else EngineRunner(make, limits.vocab_size)
+        return hf if policy == "hf" and hf is not None else engines
 
     longest = min(limits.max_positions, setup.config.model.max_model_len or limits.max_positions)
     return Backend(executor, tokenizer, runner_of, longest)
 
 
-def _hf(executor: Any, tokenizer: Any, config: RunConfig) -> Runner:
-    from pagedcli.bench.hf_runner import HFRunner
+def _hf(limits: Any, tokenizer: Any, config: RunConfig, say: Callable[[str], None]) -> Runner:
+    """Transformers' own modules with the same weights, loaded beside the engine's (which may have fused them)."""
+    from pagedcli.bench.hf_runner import HFRunner, load_module
+    from pagedcli.engine.build import NULL_MODEL
 
-    module = getattr(getattr(executor, "decoder", None), "module", None)
-    if module is None:
-        raise CannotRunError(f"the hf baseline runs transformers' own generate, and --model {config.model.model} "
-                             "is not loaded as a transformers module")
+    if config.model.model == NULL_MODEL:
+        raise CannotRunError("the hf baseline runs transformers' own generate, and --model null has no model to run")
+    module = load_module(config.model, say)
     pad = None if tokenizer is None else tokenizer.pad_id
-    limits = executor.limits
     return HFRunner(module, pad if pad is not None else 0, limits.num_blocks * limits.block_size, limits.block_size,
                     config.scheduler.max_num_seqs)
 

@@ -75,3 +75,21 @@ def test_samples_multiply_rows_and_memory(model: LlamaForCausalLM):
     run = HFRunner(model, PAD, pool_slots=64, block_size=16)(work, [0.0], policy="hf", rate=math.inf)
     assert run.requests[0].output_tokens == 8
     assert run.steps[0].token == 16 and run.steps[0].sequences == 2
+
+
+def test_the_engine_and_hf_run_one_set_of_weights():
+    """A dummy shape, loaded twice: greedy ids of the engine's paged run equal those of transformers' generate."""
+    from pagedcli.bench.hf_runner import load_module
+    from pagedcli.core.config import CacheConfig, ModelConfig, RunConfig
+    from pagedcli.core.request import Request, SamplingParams
+    from pagedcli.engine.build import build_engine
+
+    model = ModelConfig(model="tiny-llama", load_format="dummy", dtype="fp32", device="cpu", max_model_len=64)
+    engine = build_engine(RunConfig(model=model, cache=CacheConfig(num_blocks=32)))
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    prompts = [tuple(range(5, 17)), (30, 31, 32)]
+    groups = [engine.add(Request(i, str(i), prompt, params, 0.0, 8)) for i, prompt in enumerate(prompts)]
+    while engine.has_work():
+        engine.step()
+    expected = generate_batch(load_module(model), prompts, 8, PAD, lambda: False)
+    assert [group.done[0].output_ids for group in groups] == expected.tolist()

@@ -149,3 +149,8 @@ def test_the_live_display_shows_rates_queues_and_memory():
     for part in ("paged", "rate asked 1.5, achieved 2.00", "4/40", "5 running", "7 waiting, 2 swapped", "50% filled",
                  "35% wasted", "6 preempted"):
         assert part in text
+
+
+def test_hf_needs_a_model(tmp_path: Path):
+    done = invoke("bench", *NULL, "--baseline", "hf", "--rate", "inf", "--results", str(tmp_path))
+    assert done.exit_code == 3 and "--model null" in done.stderr
