@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -162,14 +163,22 @@ class PagedMachine(RuleBasedStateMachine):
         before = memory.pool.available
         wanted = memory._growth(group, swapped=False)
         for seq in group.live:
+            steady = seq.length <= memory.steady_until(seq)
             copies = memory.append(seq)
             DONE["copies"] += len(copies)
             self.store.copy(copies)
             assert memory.append(seq) == []
             memory.check()
+            assert steady <= (copies == [] and memory.steady_until(seq) >= seq.length)
         assert before - memory.pool.available == wanted, "can_append counts other than what append takes"
         for seq in group.live:
+            steady, found, usage = memory.steady_until(seq), len(memory.prefix), memory.usage()
             compute(memory, seq, self.store)
+            if seq.length <= steady:
+                DONE["steady"] += 1
+                past_end = seq.group.final_len is not None and seq.length > seq.group.final_len
+                assert len(memory.prefix) == found
+                assert past_end or memory.usage() == replace(usage, token=usage.token + 1, reserved=usage.reserved - 1)
 
     def recompute(self, group: SequenceGroup) -> None:
         DONE["recompute"] += 1
@@ -283,5 +292,5 @@ def test_ten_thousand_random_steps() -> None:
         suppress_health_check=list(HealthCheck)))
     assert sum(DONE[name] for name in WEIGHTS) >= 10_000
     for name in (*WEIGHTS, "cached", "copies", "fork", "never", "recompute", "swapped", "swapped to grow",
-                 "several back", "pinned"):
-        assert DONE[name] >= 40, f"{name} happened only {DONE[name]} times"
+                 "several back", "pinned", "steady"):
+        assert DONE[name] >= 15, f"{name} happened only {DONE[name]} times"

@@ -69,6 +69,7 @@ def test_ledger_counts_slots_once_and_gives_way_to_a_longer_sequence() -> None:
     assert (ledger.token, ledger.internal) == (0, 1)
     ledger.fill(0, 2)
     ledger.fill(0, 2)
+    ledger.fill(0, 1)  # a sharer that is behind takes nothing back
     assert ledger.usage(3, 1, 2) == Usage(2, 1, 1, 0, 8, 2, 1)
     ledger.fill(0, 4)  # past the length it was said to end at
     assert ledger.usage(3, 1, 1) == Usage(4, 0, 0, 0, 8, 1, 1)
