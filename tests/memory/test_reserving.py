@@ -181,6 +181,7 @@ def test_static_batch_opens_fills_and_closes_as_one() -> None:
     memory.open(3, 7, 9)
     assert memory.width == 16
     assert memory.can_open(1, 1, 1) is Verdict.LATER
+    assert memory.can_admit(make_group([0] * 9, output_len=8)) is Verdict.LATER  # 17 slots, the buffers have 16
     for group in groups:
         assert memory.can_admit(group) is Verdict.YES
         memory.admit(group)
