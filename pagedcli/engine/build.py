@@ -109,7 +109,13 @@ def load(config: RunConfig, progress: Say | None = None) -> tuple[Executor, Any]
     imported = time.perf_counter()
     source = resolve_model(config.model, progress)
     tokenizer = load_tokenizer(source, trust_remote_code=config.model.trust_remote_code)
-    executor = load_executor(source, config.model, config.cache)
+    executor: Executor
+    if config.model.tensor_parallel_size > 1:
+        from pagedcli.execution.tensor_parallel import load_tensor_parallel
+
+        executor = load_tensor_parallel(source, config.model, config.cache)
+    else:
+        executor = load_executor(source, config.model, config.cache)
     spent = {"import": imported - started, **executor.info.load_seconds}
     executor.info = replace(executor.info, load_seconds=spent)
     return executor, tokenizer

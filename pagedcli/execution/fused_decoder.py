@@ -56,6 +56,15 @@ def packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
     return lambda x: torch.nn.functional.linear(x, kept, bias)
 
 
+def packed_module(module: Any) -> Product:
+    """The module's product, packed. One that is split among ranks puts the parts together after it."""
+    weight, bias, combine = module.weight.detach(), module.bias, getattr(module, "combine", None)
+    if combine is None:
+        return packed(weight, bias)
+    product = packed(weight, bias if module.bias_in_part else None)
+    return lambda x: combine(product(x))
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
     spec: LayerSpec
@@ -78,7 +87,7 @@ class FusedDecoder:
         self._embedding: torch.Tensor = module.model.embed_tokens.weight.detach()
         self._eps = float(module.config.rms_norm_eps)
         self._norm: torch.Tensor = module.model.norm.weight.detach()
-        self._head = packed(module.lm_head.weight.detach(), module.lm_head.bias)
+        self._head = packed_module(module.lm_head)
         self._table = _rotary_table(module.model.rotary_emb, max_positions)
         self._layers = [_take_layer(layer, spec) for layer, spec in zip(module.model.layers, self.specs, strict=True)]
         self._team = RowTeam(self.dtype)
@@ -134,10 +143,10 @@ def _take_layer(layer: Any, spec: LayerSpec) -> _Layer:
     result = _Layer(
         spec=spec, norm_in=layer.input_layernorm.weight.detach(),
         qkv=packed(torch.cat([item.weight.detach() for item in projections]), torch.cat(biases) if biases else None),
-        head_norms=heads, out=packed(attention.o_proj.weight.detach(), attention.o_proj.bias),
+        head_norms=heads, out=packed_module(attention.o_proj),
         norm_mid=layer.post_attention_layernorm.weight.detach(),
         gate_up=packed(torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()])),
-        down=packed(mlp.down_proj.weight.detach()))
+        down=packed_module(mlp.down_proj))
     for item in (*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
         item.weight = torch.nn.Parameter(item.weight.new_empty(0), requires_grad=False)
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Protocol
 
 import torch
 
@@ -14,9 +15,9 @@ from pagedcli.execution.decoder import Decoder
 from pagedcli.execution.families import position_limit
 from pagedcli.execution.flat_batch import flatten, forward
 from pagedcli.execution.fused_decoder import FusedDecoder, unfusable
-from pagedcli.execution.hf_model import load_config, load_decoder, pick_device, pick_dtype
+from pagedcli.execution.hf_model import HFDecoder, load_config, load_decoder, pick_device, pick_dtype
 from pagedcli.execution.interface import Executor, ExecutorInfo, ExecutorLimits
-from pagedcli.execution.kv_store import KVStore, dtype_name, kv_dtype, size_pool
+from pagedcli.execution.kv_store import KVStore, PoolSize, dtype_name, kv_dtype, size_pool
 from pagedcli.execution.model_hub import ModelSource
 from pagedcli.execution.probe import probe
 
@@ -64,23 +65,41 @@ class TorchExecutor(Executor):
         self.store.close()
 
 
-def load_executor(source: ModelSource, model: ModelConfig, cache: CacheConfig) -> TorchExecutor:
+class ModelSplit(Protocol):
+    """Cuts a whole model to the part that one of several ranks runs (see tensor_parallel.py)."""
+
+    def device(self, device: torch.device) -> torch.device: ...
+
+    def apply(self, decoder: HFDecoder, device: torch.device, name: str) -> HFDecoder: ...
+
+    def size_pool(self, layout: KVLayout, dtype: torch.dtype, cache: CacheConfig, device: torch.device,
+                  max_positions: int) -> PoolSize: ...
+
+
+def load_executor(source: ModelSource, model: ModelConfig, cache: CacheConfig,
+                  split: ModelSplit | None = None) -> TorchExecutor:
     """Load the model of `source`, try it against eager attention, make its pool and compile its kernels.
 
     `info.load_seconds` tells load, probe and compile apart. Raises CannotRunError or UsageError (see
-    model_hub, hf_model, probe, kv_store). `model.threads` sets torch's thread count for the whole process.
+    model_hub, hf_model, probe, kv_store). `split` makes it one rank's part of a model.
+    `model.threads` sets torch's thread count for the whole process.
     """
     started = time.perf_counter()
     device = pick_device(model.device)
+    if split is not None:
+        device = split.device(device)
     if model.threads is not None:
         torch.set_num_threads(model.threads)
     dtype = pick_dtype(model.dtype, device)
     backend_name = model.attention_backend if model.attention_backend != "auto" else device.type
     config = load_config(source, trust_remote_code=model.trust_remote_code)
     max_positions, position_note = position_limit(config.to_dict(), model.max_model_len)
-    decoder = load_decoder(source, config, dtype, device, trust_remote_code=model.trust_remote_code, seed=model.seed)
+    first = device if split is None else torch.device("cpu")  # a whole model may not fit one device
+    decoder = load_decoder(source, config, dtype, first, trust_remote_code=model.trust_remote_code, seed=model.seed)
     weights_at = time.perf_counter()
     with torch.inference_mode():
+        if split is not None:
+            decoder = split.apply(decoder, device, source.name)
         backend = make_backend(backend_name)
         cache_dtype = kv_dtype(cache.dtype, dtype)
         layout = KVLayout(decoder.specs, cache.block_size)
@@ -88,7 +107,7 @@ def load_executor(source: ModelSource, model: ModelConfig, cache: CacheConfig) -
         trial = probe(decoder, backend, cache_dtype, cache.block_size, source.name,
                       lambda own: own if why_not else FusedDecoder(own, max_positions))
         probed_at = time.perf_counter()
-        size = size_pool(layout, cache_dtype, cache, device, max_positions)
+        size = (size_pool if split is None else split.size_pool)(layout, cache_dtype, cache, device, max_positions)
         store = KVStore(layout, cache_dtype, size, device)
         backend.bind(layout, store.pool)
         trial.decoder.attach(backend)
