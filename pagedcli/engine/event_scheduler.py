@@ -78,7 +78,7 @@ class EventScheduler(IterationScheduler):
         for flow in flows.take_due():
             if flow.due != flows.step:
                 continue  # preempted by an earlier one of this step
-            flows.settle(flow)
+            flows.settle(flow, tell=False)
             group = flow.group
             while not self.memory.can_append(group):
                 victim = self.running[-1]
@@ -168,7 +168,7 @@ class EventStaticScheduler(StaticScheduler):
             self._add_groups(plan, self.batch)
         else:
             for flow in flows.take_due():
-                flows.settle(flow)
+                flows.settle(flow, tell=False)
                 flows.append(flow, plan)
         self.load = StepLoad(flows.sequences, flows.context, copies=len(plan.copies))
         if opened:

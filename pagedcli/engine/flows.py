@@ -21,9 +21,10 @@ Spans = list[tuple[int, int]]
 
 class Flow:
     """One flowing group. At the plan of step s each of its `count` sequences has `length + s - base` tokens, the last
-    of them not yet computed. `due`: the step at which it must be looked at. `since`: where its open span began."""
+    of them not yet computed. `last`: that length at the group's last step. `due`: the step at which it must be looked
+    at. `since`: where its open span began."""
 
-    __slots__ = ("base", "count", "due", "group", "length", "since")
+    __slots__ = ("base", "count", "due", "group", "last", "length", "since")
 
     def __init__(self, group: SequenceGroup, base: int, length: int, since: int) -> None:
         self.group = group
@@ -31,6 +32,7 @@ class Flow:
         self.length = length
         self.since = since
         self.count = len(group.live)
+        self.last = group.prompt_len + group.max_output - 1
         self.due = ENDED
 
 
@@ -106,8 +108,9 @@ class Flows:
         due.sort(key=lambda flow: flow.group.order)
         return due
 
-    def settle(self, flow: Flow) -> None:
-        """Write down what has happened to a flow's sequences before the present step."""
+    def settle(self, flow: Flow, tell: bool = True) -> None:
+        """Write down what has happened to a flow's sequences before the present step. `tell` the memory of the slots
+        filled since, unless `append`, which does, comes next."""
         before = self.step - 1
         length = flow.length + before - flow.base
         group = flow.group
@@ -118,7 +121,8 @@ class Flows:
                     seq.sample = place
                 seq.tokens += self.sampler.tokens(seq, seq.sample, missing)
             seq.computed = length
-            self.memory.computed(seq, length)
+            if tell:
+                self.memory.computed(seq, length)
         self._rebase(flow, before, length)
 
     def append(self, flow: Flow, plan: StepPlan) -> None:
@@ -131,21 +135,21 @@ class Flows:
             plan.copies += memory.append(seq)
             memory.computed(seq, length)
         self._rebase(flow, self.step, length)
-        made = length - group.prompt_len
-        if made + 1 >= group.max_output or (
-                group.beam is not None and self.beams.next_change(group, made) == made):
+        if length >= flow.last or (group.beam is not None and self._beams_change(group, length - group.prompt_len)):
             plan.slices += [Slice(seq.id, seq.tokens[-1:], length - 1, memory.table(seq), 1) for seq in group.live]
         else:
             self.file(flow)
 
+    def _beams_change(self, group: SequenceGroup, made: int) -> bool:
+        return self.beams.next_change(group, made) == made
+
     def file(self, flow: Flow) -> None:
         """Enter the next moment of a flow that was written down up to its base."""
         group, length = flow.group, flow.length
-        steady = min([self.memory.steady_until(seq) for seq in group.live])
-        wait = steady + 1 - length
-        last = group.prompt_len + group.max_output - 1 - length
-        if last < wait:
-            wait = last
+        steady = self.memory.steady_until
+        wait = min([steady(seq) for seq in group.live]) + 1 - length
+        if flow.last - length < wait:
+            wait = flow.last - length
         if group.beam is not None:
             made = length + 1 - group.prompt_len
             wait = min(wait, self.beams.next_change(group, made) - made + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from pagedcli.core.sequence import Sequence, SequenceGroup, TokenChoice
 from pagedcli.engine.interface import Choices, Sampler
 
 _PRINTABLE = 95
+_STRIDE = 13
 
 ParentRule = Callable[[SequenceGroup, int], list[int]]
 """(group, output tokens so far) -> for each beam of the next step, the index of its parent among the live ones."""
@@ -55,6 +57,10 @@ class ScriptedSampler(Sampler):
     def __init__(self, vocab_size: int, base: int = 0, parents: ParentRule = keep_all) -> None:
         self._span = min(_PRINTABLE, vocab_size - base)
         self._base = base
+        # Tokens go up in strides through a cycle of `span`: where the stride visits all of it, any run of them is a
+        # slice of one table.
+        self._back = pow(_STRIDE, -1, self._span) if self._span > 1 and math.gcd(_STRIDE, self._span) == 1 else 0
+        self._cycle = [base + _STRIDE * place % self._span for place in range(2 * self._span)]
         self._parents = parents
 
     def choose(self, plan: StepPlan, result: StepResult, sequences: Mapping[int, Sequence]) -> Choices:
@@ -93,5 +99,8 @@ class ScriptedSampler(Sampler):
     def tokens(self, seq: Sequence, sample: int, count: int) -> list[int]:
         """The next `count` ids of a sequence that nothing but this rule continues."""
         base, span = self._base, self._span
-        mixed = seq.tokens[seq.prompt_len - 1] * 7 + sample * 31 + len(seq.tokens) * 13
-        return [base + (mixed + 13 * place) % span for place in range(count)]
+        mixed = seq.tokens[seq.prompt_len - 1] * 7 + sample * 31 + len(seq.tokens) * _STRIDE
+        if self._back and count <= span:
+            place = mixed * self._back % span
+            return self._cycle[place:place + count]
+        return [base + (mixed + _STRIDE * place) % span for place in range(count)]
