@@ -44,14 +44,17 @@ def load_module(model: ModelConfig, progress: Callable[[str], None] | None = Non
 
 
 @contextmanager
-def _own_attention(module: Any, name: str) -> Iterator[None]:
-    """The module with its library's own attention for a while (ours is a hook by another name)."""
-    before = module.config._attn_implementation
-    module.config._attn_implementation = name
+def _as_shipped(module: Any, attention: str) -> Iterator[None]:
+    """The module with its library's own attention (ours is a hook by another name) and without generation defaults of
+    its own: generate fills what a caller leaves None from them, the end-of-text id among the rest."""
+    from transformers import GenerationConfig
+
+    before = module.config._attn_implementation, module.generation_config
+    module.config._attn_implementation, module.generation_config = attention, GenerationConfig()
     try:
         yield
     finally:
-        module.config._attn_implementation = before
+        module.config._attn_implementation, module.generation_config = before
 
 
 def generate_batch(module: Any, prompts: Sequence[Sequence[int]], new_tokens: int, pad_id: int,
@@ -78,7 +81,7 @@ def generate_batch(module: Any, prompts: Sequence[Sequence[int]], new_tokens: in
     # No end-of-text id: lengths are forced, as they are in every other system.
     config = GenerationConfig(max_new_tokens=new_tokens, pad_token_id=pad_id, eos_token_id=None, use_cache=True,
                               **{"do_sample": False, **sampling})
-    with _own_attention(module, attention), torch.inference_mode():
+    with _as_shipped(module, attention), torch.inference_mode():
         out = module.generate(ids.to(module.device), attention_mask=mask.to(module.device), generation_config=config,
                               stopping_criteria=StoppingCriteriaList([Clocked()]))
     return out[:, width:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ from tests.bench.scripted_engine import requests
 PAD = 0
 
 
+CONFIG = LlamaConfig(vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=2, max_position_embeddings=128, eos_token_id=2, initializer_range=0.2)
+
+
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, eos_token_id=2)
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(CONFIG).eval()
 
 
 def test_left_padding_changes_no_logits_and_no_tokens(model: LlamaForCausalLM):
@@ -37,8 +40,15 @@ def test_left_padding_changes_no_logits_and_no_tokens(model: LlamaForCausalLM):
 
 def test_end_of_text_does_not_end_a_forced_length(model: LlamaForCausalLM):
     calls = []
-    out = generate_batch(model, [[3, 4]], 40, PAD, lambda: bool(calls.append(1)))
-    assert out.shape == (1, 40) and len(calls) == 40
+    prompts = [[i, i + 1, i + 2] for i in range(10, 40)]
+    out = generate_batch(model, prompts, 40, PAD, lambda: bool(calls.append(1)))
+    assert out.shape == (30, 40) and len(calls) == 40
+    passed = (out[:, :-1] == CONFIG.eos_token_id).any(dim=1)
+    assert passed.any(), "some answer must pass the end-of-text id for this test to mean anything"
+    for row in out[passed]:
+        after = row[row.tolist().index(CONFIG.eos_token_id) + 1:]
+        assert (after != PAD).any()
+    assert model.generation_config.eos_token_id == CONFIG.eos_token_id, "the module is left as it was"
 
 
 def test_a_batch_holds_what_fits_at_its_longest():
@@ -77,14 +87,15 @@ def test_samples_multiply_rows_and_memory(model: LlamaForCausalLM):
     assert run.steps[0].token == 16 and run.steps[0].sequences == 2
 
 
-def test_the_engine_and_hf_run_one_set_of_weights():
+def test_the_engine_and_hf_run_one_set_of_weights(tmp_path: Path):
     """A dummy shape, loaded twice: greedy ids of the engine's paged run equal those of transformers' generate."""
     from pagedcli.bench.hf_runner import load_module
     from pagedcli.core.config import CacheConfig, ModelConfig, RunConfig
     from pagedcli.core.request import Request, SamplingParams
     from pagedcli.engine.build import build_engine
 
-    model = ModelConfig(model="tiny-llama", load_format="dummy", dtype="fp32", device="cpu", max_model_len=64)
+    CONFIG.save_pretrained(tmp_path)
+    model = ModelConfig(model=str(tmp_path), load_format="dummy", dtype="fp32", device="cpu", max_model_len=64)
     engine = build_engine(RunConfig(model=model, cache=CacheConfig(num_blocks=32)))
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     prompts = [tuple(range(5, 17)), (30, 31, 32)]
