@@ -82,8 +82,8 @@ class Split:
         self.error = disagreement(part.eager(ids)[0], theirs, exact=part.dtype == torch.float32)
         if self.error > TOLERANCE[part.dtype]:
             raise CannotRunError(f"{name}: split among {self.place.size} ranks its logits differ from the whole "
-                                 f"model's by {self.error:.2g} (relative, limit {TOLERANCE[part.dtype]:g}), so its layers "
-                                 "cannot be split this way", "no_split")
+                                 f"model's by {self.error:.2g} (relative, limit {TOLERANCE[part.dtype]:g}), so "
+                                 "its layers cannot be split this way", "no_split")
         return part
 
     def size_pool(self, layout: KVLayout, dtype: torch.dtype, cache: CacheConfig, device: torch.device,

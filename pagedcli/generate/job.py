@@ -7,21 +7,17 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
 
 from pagedcli.core.errors import ExitStatus, PagedError, RequestError
 from pagedcli.core.request import Request, SamplingParams
-from pagedcli.core.sequence import SequenceGroup
-from pagedcli.engine.interface import Counters
-from pagedcli.execution.interface import Executor
-from pagedcli.generate.formats import parse_row, render_failure, render_result
+from pagedcli.generate.desk import Desk, Serving
+from pagedcli.generate.formats import parse_row
 from pagedcli.generate.journal import Journal
 from pagedcli.generate.resume_cache import FinishedPrefixes
 from pagedcli.generate.row import Row
 from pagedcli.generate.sampling import SamplingDefaults
 from pagedcli.generate.source import InputRows, Scan
-from pagedcli.generate.tokens import TextCodec, Tokeniser
-from pagedcli.memory.interface import Usage
+from pagedcli.generate.tokens import TextCodec
 
 CHUNK_ROWS = 256
 """Rows parsed and tokenised at a time."""
@@ -33,25 +29,6 @@ PROGRESS_SECONDS = 0.2
 
 RESTORED = -1
 """Index of the requests that only bring a prefix back into the cache; they have no row."""
-
-
-class Serving(Protocol):
-    """The part of the engine that a job uses."""
-
-    executor: Executor
-    counters: Counters
-    max_num_seqs: int
-
-    def add(self, request: Request) -> SequenceGroup: ...
-
-    def step(self) -> list[SequenceGroup]: ...
-
-    def has_work(self) -> bool: ...
-
-    @property
-    def depth(self) -> tuple[int, int, int]: ...
-
-    def usage(self) -> Usage: ...
 
 
 class Interrupted(PagedError):
@@ -92,16 +69,12 @@ class Job:
         self.source = source
         self.scan = scan
         self.engine = engine
-        self.codec = codec
         self.journal = journal
-        self.defaults = defaults
         self.observer = observer
-        self.tokeniser = Tokeniser(codec, engine.executor.limits.vocab_size, defaults)
-        self.model = engine.executor.info.model
+        self.desk = Desk(engine, codec, defaults, journal.append)
         self._stopping = False
         restoring = prefix_cache and journal.resumed > 0
         self._prefixes = FinishedPrefixes(engine.executor.limits.block_size) if restoring else None
-        self._rows: dict[int, Row] = {}  # by index, of the requests in the engine
         self._started = self._shown = time.perf_counter()
 
     def stop(self) -> None:
@@ -114,7 +87,7 @@ class Job:
         feed = self._feed()
         exhausted = False
         while True:
-            while not exhausted and len(self._rows) < most and not self._stopping:
+            while not exhausted and len(self.desk) < most and not self._stopping:
                 item = next(feed, None)
                 if item is None:
                     exhausted = True
@@ -124,12 +97,13 @@ class Job:
                 break
             if engine.has_work():
                 for group in engine.step():
-                    self._finish(group)
-            elif self._rows:
-                raise AssertionError(f"the engine is idle with {len(self._rows)} requests unfinished")
+                    if group.request.index != RESTORED:
+                        self.desk.finish(group)
+            elif self.desk:
+                raise AssertionError(f"the engine is idle with {len(self.desk)} requests unfinished")
             journal.flush()
             self._show()
-            if exhausted and not self._rows:
+            if exhausted and not self.desk:
                 break
         journal.flush()
         self._show(last=True)
@@ -144,48 +118,20 @@ class Job:
         wanted = (raw for raw in self.source if self._prefixes is not None or not done(raw.index))
         while chunk := list(islice(wanted, CHUNK_ROWS)):
             rows = [parse_row(raw, repeated(raw.index) if repeated else None) for raw in chunk]
-            for row, request in zip(rows, self.tokeniser.requests(rows), strict=True):
+            for row, request in zip(rows, self.desk.tokeniser.requests(rows), strict=True):
                 if not done(row.index):
                     yield row, request
                 elif request is not None and self._prefixes is not None:
                     self._prefixes.finished(request.prompt)
 
     def _submit(self, row: Row, request: Request | None) -> None:
-        if request is not None:
-            try:
-                self._add(row, request)
-            except RequestError as fault:
-                row.fail(fault.code, fault.message)
-            else:
-                self._rows[row.index] = row
-                return
-        self.journal.append(row.index, render_failure(row, len(row.ids or ())), ok=False)
-
-    def _add(self, row: Row, request: Request) -> None:
-        """Queue a request; a max_tokens that nobody set shrinks to what the model and the pool allow."""
-        shared = 0 if self._prefixes is None else self._prefixes.needed(request.prompt)
-        if shared:
-            prefix = Request(RESTORED, "restored prefix", request.prompt[:shared], SamplingParams(max_tokens=0))
-            with suppress(RequestError):  # a prompt that cannot fit is told so below
-                self.engine.add(prefix)
-        try:
-            self.engine.add(request)
-        except RequestError:
-            if self.defaults.limited(row.settings):
-                raise
-            self.engine.add(Request(request.index, request.key, request.prompt,
-                                    self.defaults.unlimited(request.params)))
-
-    def _finish(self, group: SequenceGroup) -> None:
-        index = group.request.index
-        if index == RESTORED:
-            return
-        row = self._rows.pop(index)
-        if group.error is not None:
-            row.fail(*group.error)
-            self.journal.append(index, render_failure(row, group.prompt_len), ok=False)
-            return
-        self.journal.append(index, render_result(row, group, self.codec, self.model), ok=True)
+        if request is not None and self._prefixes is not None:
+            shared = self._prefixes.needed(request.prompt)
+            if shared:
+                prefix = Request(RESTORED, "restored prefix", request.prompt[:shared], SamplingParams(max_tokens=0))
+                with suppress(RequestError):  # a prompt that cannot fit is told so below
+                    self.engine.add(prefix)
+        self.desk.submit(row, request)
 
     def _show(self, last: bool = False) -> None:
         if self.observer is None:

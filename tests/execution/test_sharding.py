@@ -67,7 +67,8 @@ def test_parts_of_the_vocabulary_make_the_whole(words: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "said"), [
-    (9, 3, 2, "9 query heads of m do not divide among 2 ranks; with 9 query and 3 key/value heads these sizes work: 1, 3"),
+    (9, 3, 2, "9 query heads of m do not divide among 2 ranks; with 9 query and 3 key/value heads these sizes work: "
+              "1, 3"),
     (32, 8, 16, "8 key/value heads of m do not divide among 16 ranks; with 32 query and 8 key/value heads these sizes "
                 "work: 1, 2, 4, 8"),
 ])

@@ -120,5 +120,5 @@ def test_a_row_has_the_same_bits_wherever_it_stands(lead: Lead, tmp_path: Path) 
 def test_sizes_that_do_not_divide_are_refused_before_anything_starts(tmp_path: Path) -> None:
     folder = save_model("llama", tmp_path / "llama")
     config = settings(folder, 4)
-    with pytest.raises(UsageError, match="2 key/value heads .* do not divide among 4 ranks.*sizes work: 1, 2"):
+    with pytest.raises(UsageError, match=r"2 key/value heads .* do not divide among 4 ranks.*sizes work: 1, 2"):
         load_tensor_parallel(resolve_model(config), config, CACHE)
