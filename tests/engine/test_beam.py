@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from functools import cache
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from pagedcli.core.sequence import Sequence, SequenceGroup
 from pagedcli.engine.sampler import TorchSampler
 
 VOCAB = 300
-PROMPTS = [[5, 9, 77, 130], [200, 3], [42, 42, 7, 8, 9, 250, 11], [17]]
+PROMPTS = [(5, 9, 77, 130), (200, 3), (42, 42, 7, 8, 9, 250, 11), (17,)]
 GRID = list(itertools.product((2, 4, 6), (0.0, 1.0, 2.0), (False, True, "never")))
 
 
@@ -95,7 +96,7 @@ def reference(model, prompt, eos_ids, max_tokens=24, n=None, **fields):
     """(ids, score) of transformers' hypotheses, ids without what pads them to one length."""
     width = fields.pop("beam_width")
     found = model.generate(
-        torch.tensor([prompt]), num_beams=width, num_return_sequences=n or width, do_sample=False,
+        torch.tensor([list(prompt)]), num_beams=width, num_return_sequences=n or width, do_sample=False,
         max_new_tokens=max_tokens, eos_token_id=list(eos_ids) or None, pad_token_id=0, return_dict_in_generate=True,
         output_scores=True, attention_mask=torch.ones(1, len(prompt), dtype=torch.long), **fields)
     lengths = (found.beam_indices >= 0).sum(1).tolist()
@@ -108,15 +109,17 @@ def assert_same(ours, theirs):
     assert [item.score for item in ours] == pytest.approx([score for _, score in theirs], rel=1e-4, abs=1e-5)
 
 
-def reachable_eos(model, prompt):
-    """A token that beams do meet: the second most likely first token and one from a longer search."""
+@cache
+def reachable_eos(kind, prompt):
+    """Two tokens that beams do meet."""
+    model = MODELS[kind]
     beams = search(model, prompt, (), beam_width=4)
     return [beams[1].tokens[3], beams[0].tokens[10]]
 
 
 def compare_ends(kind, prompt, width, penalty, early):
     """Both searches with one and with two end tokens; returns how many hypotheses an end token finished."""
-    model, ended, eos = MODELS[kind], 0, reachable_eos(MODELS[kind], prompt)
+    model, ended, eos = MODELS[kind], 0, reachable_eos(kind, prompt)
     for eos_ids in (eos[:1], eos):
         fields = {"beam_width": width, "length_penalty": penalty, "early_stopping": early}
         ours = search(model, prompt, eos_ids, disturb=True, **fields)
@@ -127,9 +130,11 @@ def compare_ends(kind, prompt, width, penalty, early):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_equal_to_transformers_with_an_end_that_occurs(kind):
-    ended = [compare_ends(kind, PROMPTS[place % len(PROMPTS)], *point) for place, point in enumerate(GRID)]
-    assert sum(count > 0 for count in ended) > len(GRID) // 2
+@pytest.mark.parametrize("width", [2, 4, 6])
+def test_equal_to_transformers_with_an_end_that_occurs(kind, width):
+    points = [point for point in GRID if point[0] == width]
+    ended = [compare_ends(kind, PROMPTS[place % len(PROMPTS)], *point) for place, point in enumerate(points)]
+    assert sum(count > 0 for count in ended) >= 3
 
 
 @pytest.mark.slow
@@ -140,9 +145,10 @@ def test_equal_to_transformers_on_every_prompt(kind, width, penalty, early):
         compare_ends(kind, prompt, width, penalty, early)
 
 
-def reachable_stops(model):
+@cache
+def reachable_stops(kind):
     """Stop strings that beams do meet: over a token border, inside a token, and of one character."""
-    spelled = [BACKEND.decode([token]) for prompt in PROMPTS for item in search(model, prompt, (), beam_width=6)
+    spelled = [BACKEND.decode([token]) for prompt in PROMPTS for item in search(MODELS[kind], prompt, (), beam_width=6)
                for token in item.tokens]
     good = [bool(text) and "\ufffd" not in text for text in spelled]
     whole = [text for text, fine in zip(spelled, good, strict=True) if fine]
@@ -151,10 +157,11 @@ def reachable_stops(model):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_equal_to_transformers_with_stop_strings(kind):
+@pytest.mark.parametrize("width", [2, 4, 6])
+def test_equal_to_transformers_with_stop_strings(kind, width):
     model, stopped = MODELS[kind], 0
-    every = reachable_stops(model)
-    for place, (width, penalty, early) in enumerate(GRID):
+    every = reachable_stops(kind)
+    for place, (_, penalty, early) in enumerate(point for point in GRID if point[0] == width):
         prompt = PROMPTS[place % len(PROMPTS)]
         stops = every[place % 3:]
         fields = {"beam_width": width, "length_penalty": penalty, "early_stopping": early}
@@ -163,7 +170,7 @@ def test_equal_to_transformers_with_stop_strings(kind):
         stopped += sum(item.stop_reason in stops for item in ours)
         assert all(item.finish_reason == ("length" if len(item.tokens) == 24 else "stop") or item.stop_reason in stops
                    for item in ours)
-    assert stopped > len(GRID) // 2
+    assert stopped > 3
 
 
 def test_a_stop_may_begin_in_the_prompt_and_be_a_special_token():
@@ -181,7 +188,7 @@ def test_a_stop_may_begin_in_the_prompt_and_be_a_special_token():
     {"temperature": 0.3, "top_k": 2, "top_p": 0.5}])
 def test_processors_are_applied_as_transformers_does(ours):
     model, prompt = MODELS["llama"], PROMPTS[2]
-    eos = reachable_eos(model, prompt)[:1]
+    eos = reachable_eos("llama", prompt)[:1]
     theirs = {name: value for name, value in ours.items() if name == "repetition_penalty"}
     if "min_tokens" in ours:
         theirs["min_new_tokens"] = ours["min_tokens"]
@@ -212,7 +219,7 @@ def test_bad_words_of_several_tokens_reach_back_into_the_prompt():
 
 def test_one_beam_is_a_greedy_search_and_fewer_results_are_the_best_ones():
     model, prompt = MODELS["opt"], PROMPTS[0]
-    greedy = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=None,
+    greedy = model.generate(torch.tensor([list(prompt)]), do_sample=False, max_new_tokens=24, eos_token_id=None,
                             pad_token_id=0, attention_mask=torch.ones(1, len(prompt)))[0, len(prompt):].tolist()
     for eos in ((), (greedy[9],)):
         (only,) = search(model, prompt, eos, beam_width=1)
@@ -222,7 +229,7 @@ def test_one_beam_is_a_greedy_search_and_fewer_results_are_the_best_ones():
 
 def test_log_probabilities_of_hypotheses_are_the_models_own():
     model, prompt = MODELS["llama"], PROMPTS[0]
-    for item in search(model, prompt, reachable_eos(model, prompt)[:1], beam_width=3, logprobs=2,
+    for item in search(model, prompt, reachable_eos("llama", prompt)[:1], beam_width=3, logprobs=2,
                        repetition_penalty=1.3, disturb=True):
         with torch.no_grad():
             rows = torch.log_softmax(model(torch.tensor([[*prompt, *item.tokens]])).logits[0].double(), -1)
