@@ -15,19 +15,19 @@ from numba.extending import intrinsic
 from pagedcli.attention.cpu_vectors import F32, I32, I64, Emit
 
 
-def _intrinsic(function: Callable[..., Any]) -> Any:
+def compiled_intrinsic(function: Callable[..., Any]) -> Any:
     """An intrinsic. Any: it is called from compiled code only, where its Python signature means nothing."""
     return intrinsic(function)
 
 
-@_intrinsic
+@compiled_intrinsic
 def load_i64(typing: Any, address: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return Emit(builder).load(args[0], I64)
     return types.int64(types.int64), code
 
 
-@_intrinsic
+@compiled_intrinsic
 def load_i32(typing: Any, address: Any) -> Any:
     """The int32 at `address`, as int64."""
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -35,14 +35,14 @@ def load_i32(typing: Any, address: Any) -> Any:
     return types.int64(types.int64), code
 
 
-@_intrinsic
+@compiled_intrinsic
 def load_f32(typing: Any, address: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return Emit(builder).load(args[0], F32)
     return types.float32(types.int64), code
 
 
-@_intrinsic
+@compiled_intrinsic
 def store_i64(typing: Any, address: Any, value: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         Emit(builder).store(args[1], args[0])
@@ -50,7 +50,7 @@ def store_i64(typing: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64), code
 
 
-@_intrinsic
+@compiled_intrinsic
 def store_f32(typing: Any, address: Any, value: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         Emit(builder).store(args[1], args[0])
@@ -58,7 +58,7 @@ def store_f32(typing: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.float32), code
 
 
-@_intrinsic
+@compiled_intrinsic
 def fetch_add(typing: Any, address: Any, value: Any) -> Any:
     """Atomic: adds to the int64 at `address`, returns what was there before."""
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -66,7 +66,7 @@ def fetch_add(typing: Any, address: Any, value: Any) -> Any:
     return types.int64(types.int64, types.int64), code
 
 
-@_intrinsic
+@compiled_intrinsic
 def fetch(typing: Any, address: Any) -> Any:
     """Ask for the cache line at `address`."""
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -75,7 +75,7 @@ def fetch(typing: Any, address: Any) -> Any:
     return types.void(types.int64), code
 
 
-@_intrinsic
+@compiled_intrinsic
 def call(typing: Any, address: Any, values: Any) -> Any:
     """Call the routine at `address` with a tuple of int64."""
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -21,6 +21,7 @@ from pagedcli.engine.static_scheduler import StaticScheduler
 from pagedcli.engine.trace import TracingExecutor
 from pagedcli.execution.interface import Executor, ExecutorLimits
 from pagedcli.execution.null_executor import NullExecutor
+from pagedcli.execution.startup import without_collection
 from pagedcli.memory.budget import TokenBudgetMemory
 from pagedcli.memory.contiguous import ContiguousMemory
 from pagedcli.memory.interface import MemoryPolicy
@@ -101,6 +102,11 @@ def load(config: RunConfig, progress: Say | None = None) -> tuple[Executor, Any]
     """The executor and tokenizer that a config asks for; this is where weights are read."""
     if config.model.model == NULL_MODEL:
         return _null(config)
+    with without_collection():
+        return _load_model(config, progress)
+
+
+def _load_model(config: RunConfig, progress: Say | None) -> tuple[Executor, Any]:
     started = time.perf_counter()
     from pagedcli.execution.model_hub import resolve_model
     from pagedcli.execution.tokenizer import load_tokenizer

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 
-from pagedcli.attention.cpu_intrinsics import fetch_add, load_i64
+from pagedcli.attention.cpu_intrinsics import compiled_intrinsic, fetch_add, load_i64
 
 _LN2_INV = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)
@@ -134,7 +134,7 @@ def silu_row(row: int, gate_up: Any, out: Any) -> None:
         target[i] = _narrow(gate / (_ONE + _exp(bounded)) * _widen(line[width + i]), target)
 
 
-@intrinsic
+@compiled_intrinsic
 def _pointer(typing: Any, address: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
@@ -149,7 +149,7 @@ def _argument(base: Any, place: int) -> Any:
 _arg = njit(cache=True)(_argument)
 
 
-@intrinsic
+@compiled_intrinsic
 def _address(typing: Any, pointer: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.ptrtoint(args[0], ir.IntType(64))
