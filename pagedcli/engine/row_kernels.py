@@ -17,7 +17,7 @@ BLOCK = 256
 LOWEST = np.float32(-87.0)
 """Below this exponent a weight counts as zero: exp(-87) is the last normal float32 but one power of two."""
 
-THREAD_ENTRIES = 1 << 21
+THREAD_ENTRIES = 1 << 23
 """Entries below which one thread is faster: waking others costs more, the more so on a machine that is busy."""
 
 GOOD, NOT_A_NUMBER, NO_MASS = 0, 1, 2

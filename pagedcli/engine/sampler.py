@@ -33,6 +33,19 @@ from pagedcli.engine.row_stats import RowStats
 from pagedcli.engine.streams import StreamKey, stream_key, uniforms
 
 
+class _Buffer:
+    """Memory for rows, kept from step to step: touching fresh pages costs as much as all the arithmetic."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.float32)
+
+    def rows(self, count: int, width: int) -> np.ndarray:
+        """[count, width] float32, holding anything."""
+        if self._memory.size < count * width:
+            self._memory = np.empty(count * width, np.float32)
+        return self._memory[:count * width].reshape(count, width)
+
+
 @dataclass(slots=True)
 class _Work:
     """What one step asks for: logit rows to draw from, with their sequences; rows of beams, by group (its order of
@@ -65,6 +78,7 @@ class TorchSampler(Sampler):
         self._counts: dict[int, TokenCounts] = {}
         self._stop_spelling: StopSpelling | None = None
         self._bad_words: dict[tuple[str, ...], BadWords] = {(): ()}
+        self._values, self._copies = _Buffer(), _Buffer()
         self._scratch = np.empty((0, 4, 0), np.float32)
         self._scratch_ids = np.empty((0, 0), np.int64)
 
@@ -79,8 +93,7 @@ class TorchSampler(Sampler):
         if result.logits is None:
             raise CannotRunError("this executor computes no logits, so tokens cannot be sampled; use scripted tokens")
         logits: torch.Tensor = result.logits
-        # A device's rows are brought over as they are: the same code and the same bits choose for every device.
-        values = logits.detach().to("cpu", torch.float32).contiguous().numpy()
+        values = self._plain(logits.detach())
         work = _sort_out(plan, sequences)
         choices: dict[int, list[TokenChoice]] = {}
         if work.prompts:
@@ -151,8 +164,9 @@ class TorchSampler(Sampler):
 
     def _altered(self, values: np.ndarray, rows: list[int], owners: list[Sequence]) -> RowStats:
         """Processed copies of some rows, with their statistics."""
-        copies = values[rows]
+        copies = self._copies.rows(len(rows), values.shape[1])
         if rows:
+            np.take(values, rows, 0, out=copies)
             process(torch.from_numpy(copies), owners, [self._history(seq) for seq in owners],
                     [self._words(seq) for seq in owners], self._eos_ids)
         stats = RowStats.of(copies, range(len(rows)))
@@ -206,6 +220,14 @@ class TorchSampler(Sampler):
         if group.params.stop and self._stop_spelling is None:
             self._stop_spelling = StopSpelling(self._tokenizer.backend)
         return self._stop_spelling
+
+    def _plain(self, logits: torch.Tensor) -> np.ndarray:
+        """Rows as float32 in this machine's memory: the same code and the same bits then choose for every device."""
+        if logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.is_contiguous():
+            return logits.numpy()
+        values = self._values.rows(*logits.shape)
+        torch.from_numpy(values).copy_(logits)
+        return values
 
     def _room(self, width: int) -> tuple[np.ndarray, np.ndarray]:
         threads = numba.get_num_threads()

@@ -10,6 +10,7 @@ from pagedcli.core.errors import CannotRunError, RequestError
 from pagedcli.core.plan import Slice, StepPlan, StepResult
 from pagedcli.core.request import Request, SamplingParams
 from pagedcli.core.sequence import Sequence, SequenceGroup
+from pagedcli.engine import row_kernels
 from pagedcli.engine.sampler import TorchSampler
 from pagedcli.engine.streams import stream_key, uniforms
 
@@ -78,6 +79,13 @@ def test_a_row_has_the_same_bits_in_any_batch(vocab):
             part = seqs[start:start + size]
             for seq_id, choice in step(TorchSampler(seed=4, eos_ids=(0,)), logits[start:start + size], part).items():
                 assert choice == together[seq_id] == shuffled[seq_id]
+
+
+def test_threads_change_no_bit(monkeypatch):
+    seqs, logits = mixed_sequences(), normal(64, 20_000, scale=2.0)
+    alone = step(TorchSampler(eos_ids=(0,)), logits, seqs)
+    monkeypatch.setattr(row_kernels, "THREAD_ENTRIES", 1)
+    assert step(TorchSampler(eos_ids=(0,)), logits, seqs) == alone
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
