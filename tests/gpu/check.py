@@ -113,17 +113,27 @@ def graphs() -> dict[str, Any]:
     return {"replays": replays, "different": different, "ok": different == 0}
 
 
-def engine() -> dict[str, Any]:
+TINY_LLAMA: dict[str, Any] = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 256,
+    "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 512, "tie_word_embeddings": False,
+}
+"""Heads of 64, groups of two; weights are random from a fixed seed, the same on every device."""
+
+
+def engine(devices: tuple[tuple[str, str], ...] = (("cpu", "reference"), ("cuda", "cuda"))) -> dict[str, Any]:
     """Greedy outputs of a tiny model in fp32 on the CPU and on the GPU."""
     prompts = [{"prompt_token_ids": [(7 * i + j) % 90 + 3 for j in range(3 + 5 * i)]} for i in range(12)]
     outputs = []
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "in.jsonl"
         source.write_text("".join(json.dumps(row) + "\n" for row in prompts))
-        for device, backend in (("cpu", "reference"), ("cuda", "cuda")):
-            target = Path(folder) / f"{device}.jsonl"
+        model = Path(folder) / "tiny-llama.json"
+        model.write_text(json.dumps(TINY_LLAMA))
+        for device, backend in devices:
+            target = Path(folder) / f"{device}-{backend}.jsonl"
             command = [sys.executable, "-c", "from pagedcli.cli.app import main; main()", "generate", str(source), "-o",
-                       str(target), "--model", "tiny-llama", "--load-format", "dummy", "--dtype", "fp32", "--device",
+                       str(target), "--model", str(model), "--load-format", "dummy", "--dtype", "fp32", "--device",
                        device, "--attention-backend", backend, "--max-tokens", "32", "--temperature", "0",
                        "--ignore-eos", "--num-kv-blocks", "256", "--quiet"]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
