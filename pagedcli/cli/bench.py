@@ -13,6 +13,7 @@ from pagedcli.cli.bench_setup import BENCH_OPTIONS, Backend, Setup, load_backend
 from pagedcli.cli.bench_view import live, print_results, run_line
 from pagedcli.cli.environment import Environment, environment_of
 from pagedcli.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, with_options
+from pagedcli.cli.ranks import leading_ranks
 from pagedcli.core.errors import ExitStatus, UsageError
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ def bench(
     """
     environment = environment_of(context)
     setup = read_setup(settings)
+    with leading_ranks(setup.config.model.tensor_parallel_size if setup.simulate is None else 1, environment.variables):
+        _bench(environment, setup, settings)
+
+
+def _bench(environment: Environment, setup: Setup, settings: dict[str, Any]) -> None:
     folder = Path(settings.get("results", "results"))
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--results {folder} is not a folder")

@@ -16,23 +16,24 @@ import typer
 
 from pagedcli import __version__
 from pagedcli.cli.environment import Environment, environment_of
+from pagedcli.cli.fleet import FleetChoice, Ran, RayCommand, fleet_choice, serve_fleet
 from pagedcli.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, run_config, sampling_fields, with_options
 from pagedcli.cli.paths import Target, find_target
+from pagedcli.cli.ranks import leading_ranks
 from pagedcli.cli.render import progress_bar, summary_lines
 from pagedcli.cli.running import Stopwatch, stopping_on_signals
 from pagedcli.core.config import RunConfig
-from pagedcli.core.errors import ExitStatus, UsageError
+from pagedcli.core.errors import ExitStatus, PagedError, UsageError
 
 if TYPE_CHECKING:
     from pagedcli.generate.journal import Journal
     from pagedcli.generate.sampling import SamplingDefaults
     from pagedcli.generate.source import InputRows, Scan
     from pagedcli.generate.summary import Summary
-    from pagedcli.generate.tokens import TextCodec
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
                   context_settings={"help_option_names": ["-h", "--help"]})
-FILES = "Files"
+FILES, MANY = "Files", "Many machines"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Plan:
     shared_prefix: str | None
     interactive: bool
     quiet: bool
+    fleet: FleetChoice | None = None
 
     def header(self, scan: Scan) -> dict[str, Any]:
         """What the journal must agree with: all that decides the bytes of a row.
@@ -62,7 +64,7 @@ class Plan:
                 "sampling": dict(self.sampling), "shared_prefix": self.shared_prefix, **config}
 
 
-@app.command()
+@app.command(cls=RayCommand)
 @with_options(*ENGINE_OPTIONS, *SAMPLING_OPTIONS, config_file=True)
 def generate(
     context: typer.Context,
@@ -88,6 +90,13 @@ def generate(
     shared_prefix: Annotated[str | None, typer.Option(
         "--shared-prefix", metavar="FILE", rich_help_panel=FILES, envvar="PAGEDCLI_SHARED_PREFIX", show_envvar=False,
         help="Text that many prompts begin with: computed once and kept in the KV cache.")] = None,
+    ray: Annotated[str | None, typer.Option(
+        "--ray", metavar="[ADDRESS]", rich_help_panel=MANY, envvar="PAGEDCLI_RAY", show_envvar=False,
+        help="Run several engines by Ray: at HOST:PORT, ray://..., auto, or (without an address) on this machine.",
+    )] = None,
+    replicas: Annotated[int | None, typer.Option(
+        "--replicas", min=1, rich_help_panel=MANY, envvar="PAGEDCLI_REPLICAS", show_envvar=False,
+        help="Engines that --ray runs. Default: as many as there are GPUs for, else one a machine.")] = None,
     settings: dict[str, Any] = {},  # noqa: B006 - filled in by with_options
 ) -> None:
     """Answer every prompt of INPUT (JSON Lines) and write one row for each, in input order.
@@ -105,9 +114,12 @@ def generate(
     environment = environment_of(context)
     if json_summary is not None and not Path(json_summary).absolute().parent.is_dir():
         raise UsageError(f"--json-summary {json_summary}: its folder does not exist; make it first")
-    plan = Plan(run_config(settings), sampling_fields(settings), find_target(input, output, overwrite), limit, restart,
-                _read_prefix(shared_prefix), environment.interactive and not quiet, quiet)
-    summary = run(environment, plan, input)
+    config = run_config(settings)
+    with leading_ranks(config.model.tensor_parallel_size, environment.variables):
+        plan = Plan(config, sampling_fields(settings), find_target(input, output, overwrite), limit, restart,
+                    _read_prefix(shared_prefix), environment.interactive and not quiet, quiet,
+                    fleet_choice(ray, replicas))
+        summary = run(environment, plan, input)
     if json_summary is not None:
         _write_summary(Path(json_summary), summary)
     if not quiet:
@@ -139,55 +151,51 @@ def run(environment: Environment, plan: Plan, input_path: str) -> Summary:
 
 def _serve(environment: Environment, plan: Plan, source: InputRows, scan: Scan, journal: Journal,
            defaults: SamplingDefaults, watch: Stopwatch) -> Summary:
-    from pagedcli.generate.job import Job
     from pagedcli.generate.summary import summarise
-    from pagedcli.generate.tokens import TextCodec
 
     if journal.complete:
         _publish(environment, plan.target, journal)
         watch.lap("order")
         return _nothing_run(plan, journal, watch)
+    if plan.fleet is not None:
+        ran = serve_fleet(environment, plan.fleet, plan.config, plan.sampling, plan.shared_prefix, source, scan,
+                          journal, watch, interactive=plan.interactive, quiet=plan.quiet)
+    else:
+        ran = _serve_one(environment, plan, source, scan, journal, defaults, watch)
+    watch.lap("generate")
+    _publish(environment, plan.target, journal)
+    watch.lap("order")
+    info, limits = ran.info, ran.limits
+    signature = {"version": __version__, "model": info.model, "policy": plan.config.policy, "seed": plan.config.seed,
+                 "device": info.device, "dtype": info.dtype, "kv_dtype": info.kv_dtype, "attention": info.attention,
+                 "threads": info.threads, "block_size": limits.block_size, "sampling": dict(plan.sampling)}
+    return summarise(rows=journal.rows, failed=journal.failed, resumed=journal.resumed, counters=ran.counters,
+                     limits=limits, notes=ran.notes, seconds=watch.seconds(info.load_seconds), signature=signature,
+                     peak_memory_bytes=_peak_memory())
+
+
+def _serve_one(environment: Environment, plan: Plan, source: InputRows, scan: Scan, journal: Journal,
+               defaults: SamplingDefaults, watch: Stopwatch) -> Ran:
+    """All rows on an engine in this process."""
+    from pagedcli.generate.fleet import ran_on
+    from pagedcli.generate.job import Job
+    from pagedcli.generate.replica import pin_shared_prefix
+    from pagedcli.generate.tokens import TextCodec
+
     engine = environment.build_engine(plan.config, None if plan.quiet else environment.say)
     try:
-        info = engine.executor.info
-        journal.confirm({"model": info.model, "device": info.device, "dtype": info.dtype, "kv_dtype": info.kv_dtype,
-                         "attention": info.attention, "vocabulary": engine.executor.limits.vocab_size})
+        journal.confirm(ran_on(engine.executor.info, engine.executor.limits.vocab_size))
         codec = None if engine.tokenizer is None else TextCodec(engine.tokenizer)
-        notes = info.notes
-        if plan.shared_prefix is not None:
-            notes += (_pin(engine, codec, plan.shared_prefix),)
+        notes = () if plan.shared_prefix is None else (pin_shared_prefix(engine, codec, plan.shared_prefix),)
         watch.lap("build")
         with progress_bar(environment, plan.interactive) as observer:
-            job = Job(source, scan, engine, codec, journal, defaults, observer,
-                      plan.config.cache.prefix_cache)
+            job = Job(source, scan, engine, codec, journal, defaults, observer, plan.config.cache.prefix_cache)
             with stopping_on_signals(job.stop):
                 job.run()
-        watch.lap("generate")
-        _publish(environment, plan.target, journal)
-        watch.lap("order")
-        signature = {"version": __version__, "model": info.model, "policy": plan.config.policy,
-                     "seed": plan.config.seed, "device": info.device, "dtype": info.dtype, "kv_dtype": info.kv_dtype,
-                     "attention": info.attention, "threads": info.threads,
-                     "block_size": engine.executor.limits.block_size, "sampling": dict(plan.sampling)}
-        return summarise(rows=journal.rows, failed=journal.failed, resumed=journal.resumed, counters=engine.counters,
-                         limits=engine.executor.limits, notes=notes, seconds=watch.seconds(info.load_seconds),
-                         signature=signature, peak_memory_bytes=_peak_memory())
+        info = engine.executor.info
+        return Ran(info, engine.executor.limits, engine.counters, (*info.notes, *notes))
     finally:
         engine.close()
-
-
-def _pin(engine: Any, codec: TextCodec | None, text: str) -> str:
-    """Compute the shared prefix and keep it; returns what to tell about it."""
-    from pagedcli.core.errors import RequestError
-
-    if codec is None:
-        raise UsageError("--shared-prefix: the model has no tokenizer, so a text prefix cannot be used")
-    tokens = codec.encode_batch([text])[0]
-    try:
-        kept = engine.pin_prefix(tokens)
-    except RequestError as fault:
-        raise UsageError(f"--shared-prefix cannot be kept: {fault.message}", fault.code) from fault
-    return f"shared prefix: {kept} of its {len(tokens)} tokens kept in the KV cache (whole blocks only)"
 
 
 def _nothing_run(plan: Plan, journal: Journal, watch: Stopwatch) -> Summary:
@@ -202,7 +210,9 @@ def _nothing_run(plan: Plan, journal: Journal, watch: Stopwatch) -> Summary:
 
 
 def _publish(environment: Environment, target: Target, journal: Journal) -> None:
-    if target.path is None:
+    if target.url is not None:
+        _upload(target.url, journal)
+    elif target.path is None:
         try:
             journal.stream(environment.stdout)
         except BaseException:
@@ -217,6 +227,21 @@ def _publish(environment: Environment, target: Target, journal: Journal) -> None
                 stream.close()
     else:
         journal.publish(target.path)
+
+
+def _upload(url: str, journal: Journal) -> None:
+    """Write the rows to a store. The journal goes only once the store has taken and closed the file."""
+    from pagedcli.generate.remote import open_url, write_failed
+
+    try:
+        with open_url(url, "wb") as stream:
+            for piece in journal.ordered():
+                stream.write(piece)
+    except PagedError:
+        raise
+    except Exception as fault:  # each kind of store has errors of its own
+        raise write_failed(url, fault) from fault
+    journal.remove()
 
 
 def _discard_stdout() -> None:

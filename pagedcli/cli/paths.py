@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedcli.core.errors import UsageError
+from pagedcli.generate.remote import is_url, url_exists
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +21,18 @@ class Target:
     """The destination of a job. `path` None is standard output; `stream`: a pipe or device, written in place.
 
     A regular file is replaced in one rename. Its journal lies beside it as OUT.partial; that of a stream lies in the
-    temporary folder, named by what the run is, so that the same run finds it again.
+    temporary folder, named by what the run is, so that the same run finds it again. So does that of a `url`, which is
+    a stream too.
     """
 
     path: Path | None
     stream: bool
+    url: str | None = None
 
     @property
     def name(self) -> str:
+        if self.url is not None:
+            return self.url
         return "standard output" if self.path is None else str(self.path)
 
     def journal(self, settings: Mapping[str, Any]) -> Path:
@@ -41,6 +46,14 @@ def find_target(source: str, output: str | None, overwrite: bool) -> Target:
     """Decide on the output. Raises UsageError when it cannot be written, exists, or is the input."""
     if output == "-" or (output is None and source == "-"):
         return Target(None, True)
+    if output is None and is_url(source):
+        raise UsageError(f"INPUT {source} is not a local file, so --output must say where the rows go",
+                         "unwritable_output")
+    if output is not None and is_url(output):
+        if not overwrite and url_exists(output):
+            raise UsageError(f"{output} exists: use --overwrite to replace it once all rows are done, or choose "
+                             "another --output", "output_exists")
+        return Target(None, True, output)
     path = Path(output if output is not None else source.removesuffix(".jsonl") + ".out.jsonl")
     path = Path(os.path.realpath(path))
     if path.is_dir():
@@ -51,7 +64,7 @@ def find_target(source: str, output: str | None, overwrite: bool) -> Target:
     if path.exists():
         if not stat.S_ISREG(path.stat().st_mode):
             return Target(path, True)
-        if source != "-" and os.path.exists(source) and os.path.samefile(source, path):
+        if source != "-" and not is_url(source) and os.path.exists(source) and os.path.samefile(source, path):
             raise UsageError(f"--output {path} is the input itself: choose another file", "unwritable_output")
         if not overwrite:
             raise UsageError(f"{path} exists: use --overwrite to replace it once all rows are done, or choose another "

@@ -39,8 +39,9 @@ def state_line(now: Progress) -> str:
     """Rates, KV use and queue in one line."""
     seconds = max(now.seconds, 1e-9)
     failed = f" · {now.failed} failed" if now.failed else ""
+    replicas = "".join(f"\n{line}" for line in now.replicas)
     return (f"in {now.prompt_tokens / seconds:,.0f} tok/s · out {now.output_tokens / seconds:,.0f} tok/s · "
-            f"KV {now.kv_used:.0%} · {now.running} running, {now.waiting} waiting{failed}")
+            f"KV {now.kv_used:.0%} · {now.running} running, {now.waiting} waiting{failed}{replicas}")
 
 
 def summary_lines(summary: Summary) -> list[str]:

@@ -39,7 +39,8 @@ class Interrupted(PagedError):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a job stands. Rows count input rows, whatever n is; `kv_used` is a share of the pool (0 to 1)."""
+    """Where a job stands. Rows count input rows, whatever n is; `kv_used` is a share of the pool (0 to 1).
+    `replicas` has a line for each engine when there are several."""
 
     rows: int
     total: int
@@ -50,6 +51,7 @@ class Progress:
     kv_used: float
     running: int
     waiting: int
+    replicas: tuple[str, ...] = ()
 
 
 Observer = Callable[[Progress], None]

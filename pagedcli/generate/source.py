@@ -15,6 +15,7 @@ from typing import IO
 import numpy as np
 
 from pagedcli.core.errors import CannotRunError, UsageError
+from pagedcli.generate.remote import is_url, open_url
 
 MAX_ROW_BYTES = 64 << 20
 """Longest line that is read as a row, in bytes; a longer one becomes an error row."""
@@ -80,9 +81,13 @@ class InputRows:
 
     @classmethod
     def open(cls, path: str, stdin: IO[bytes], limit: int | None = None) -> InputRows:
-        """Open `path`, or `stdin` for `-`. What cannot be rewound is spooled to a temporary file."""
+        """Open `path`, or `stdin` for `-`. What cannot be rewound, and URLs, are spooled to a
+        temporary file."""
         if path == "-":
             return cls(_spool(stdin, "standard input"), "standard input", limit)
+        if is_url(path):
+            with open_url(path, "rb") as remote:
+                return cls(_spool(remote, path), path, limit)
         try:
             stream = open(path, "rb", buffering=_BUFFER)  # noqa: SIM115 - closed by close()
         except OSError as fault:
