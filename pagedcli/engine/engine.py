@@ -124,20 +124,20 @@ class Engine:
         memory, prompt = self.memory, group.prompt_len
         # The last token's keys are never read, so a sequence of length L needs slots for L - 1 of them.
         need = memory.blocks_for_ever(group, prompt + max(most, 1) - 1)
-        if need <= memory.num_blocks:
+        if need <= memory.capacity:
             return most
         low = 1
-        if may_cut and memory.blocks_for_ever(group, prompt) <= memory.num_blocks:
+        if may_cut and memory.blocks_for_ever(group, prompt) <= memory.capacity:
             high = most
             while high - low > 1:
                 middle = (low + high) // 2
-                fits = memory.blocks_for_ever(group, prompt + middle - 1) <= memory.num_blocks
+                fits = memory.blocks_for_ever(group, prompt + middle - 1) <= memory.capacity
                 low, high = (middle, high) if fits else (low, middle)
             return low
         raise RequestError(
             "exceeds_kv_pool", f"the request can need {need} KV blocks of {memory.block_size} tokens (prompt {prompt}, "
             f"up to {most} output tokens, {group.params.max_sequences} sequences) and the pool has "
-            f"{memory.num_blocks}; raise --kv-cache-memory or --num-kv-blocks, or lower max_tokens")
+            f"{memory.capacity}; raise --kv-cache-memory or --num-kv-blocks, or lower max_tokens")
 
     def _account(self, plan: StepPlan, result: StepResult) -> None:
         counters = self.counters

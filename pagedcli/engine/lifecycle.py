@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import count
 
 from pagedcli.core.plan import StepPlan
@@ -161,11 +160,9 @@ class Lifecycle:
                 if self.text is not None:
                     self.text.advance(seq)
             seq.cumulative_logprob = hypothesis.logprob
+            seq.logprobs = None if hypothesis.logprobs is None else list(hypothesis.logprobs)
             seq.finish_reason, seq.stop_reason = hypothesis.finish_reason, hypothesis.stop_reason
             if self.text is not None:
                 self.text.finish(seq)
             outputs.append(seq)
         return outputs
-
-
-LifecycleFactory = Callable[[MemoryPolicy], Lifecycle]

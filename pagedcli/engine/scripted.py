@@ -25,6 +25,7 @@ class ScriptedHypothesis:
     logprob: float = 0.0
     finish_reason: str = "length"
     stop_reason: str | int | None = None
+    logprobs: None = None
 
 
 class ScriptedBeams:

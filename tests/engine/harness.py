@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 
-from pagedcli.memory.paged import PagedMemory
-
 from pagedcli.core.clock import VirtualClock
 from pagedcli.core.config import Preemption, SchedulerConfig
 from pagedcli.core.plan import StepPlan, StepResult
@@ -20,6 +18,7 @@ from pagedcli.engine.scripted import ParentRule, ScriptedSampler, keep_all
 from pagedcli.execution.interface import ExecutorLimits
 from pagedcli.execution.null_executor import NullExecutor
 from pagedcli.memory.interface import MemoryPolicy
+from pagedcli.memory.paged import PagedMemory
 
 
 class CacheModel(NullExecutor):

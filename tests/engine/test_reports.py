@@ -134,6 +134,22 @@ def test_a_prompt_of_many_samples_is_stored_once() -> None:
     drain(engine)
 
 
+def test_a_request_that_a_pinned_prefix_leaves_no_room_for_is_refused() -> None:
+    engine = make_engine(blocks=10, block_size=4)
+    assert engine.pin_prefix(ids(16)) == 16
+    with pytest.raises(RequestError, match=r"can need 8 KV blocks .* the pool has 6"):
+        engine.add(request(0, ids(20, 9), 13))
+    engine.add(request(1, [*ids(16), 5], 24))  # shares the pinned blocks, so its own six are enough
+    assert len(drain(engine)) == 1
+
+
+def test_beams_carry_logprobs(tiny: Tiny) -> None:
+    params = SamplingParams(temperature=0, max_tokens=5, use_beam_search=True, beam_width=3, n=2, logprobs=2)
+    for seq in tiny.run(tiny.engine(), [ids(9)], params)[0].done:
+        assert seq.logprobs is not None and [choice.token for choice in seq.logprobs] == seq.output_ids
+        assert sum(choice.logprob for choice in seq.logprobs) == pytest.approx(seq.cumulative_logprob, abs=1e-4)
+
+
 def test_a_pinned_prefix_stays_and_is_found(tiny: Tiny) -> None:
     engine = tiny.engine(blocks=12, prefix=False, block_size=4)
     assert engine.pin_prefix(ids(10)) == 8
