@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pagedcli.bench.paper_setup import LengthSource
@@ -92,12 +93,13 @@ def finite(value: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Setting:
-    """How experiments are run. `scale` shortens runs (1: the paper's durations), for smoke tests."""
+    """How experiments are run. `scale` shortens runs (1: the paper's durations), for smoke tests. `beams`:
+    a recording of beam parents (RecordedBeams.read)."""
 
     source: LengthSource = field(default_factory=LengthSource)
     workers: int = 1
     scale: float = 1.0
-    beam_rates: Mapping[str, float] | None = None
+    beams: Path | None = None
 
     def map(self, function: Callable[[Job], Answer], jobs: Iterable[Job]) -> list[Answer]:
         """Answers in order, on `workers` processes."""

@@ -10,20 +10,30 @@ from pagedcli.bench.metrics import sharing_saving
 from pagedcli.bench.paper_setup import PLACES, SYSTEMS, Run, paper_figures
 from pagedcli.bench.records import StepTable
 from pagedcli.bench.simulate import step_table
-from pagedcli.engine.beam_script import ReplacingBeams
+from pagedcli.engine.beam_script import BeamScript, RecordedBeams, ReplacingBeams
 from pagedcli.execution.hardware import GIB, kv_pool_bytes
 
 ORCAS = ("orca-max", "orca-pow2", "orca-oracle")
 
-BEAM_RATES: Mapping[int, float] = {2: 0.25, 4: 0.5, 6: 0.5}
+BEAM_RATES: Mapping[int, float] = {2: 0.25, 4: 0.5, 6: 0.55}
 """Share of steps in which a beam is dropped for another one's fork, by width: the stated model of who forks from whom
 (`ReplacingBeams`), set so that Figure 15b's Alpaca bars come out. Not measured: simulated beams have no scores."""
 
 
-def beams_of(width: int, setting: Setting) -> ReplacingBeams:
-    """The model of beam parents for a width."""
-    rates = setting.beam_rates or {}
-    return ReplacingBeams(rates.get(str(width), BEAM_RATES[width]))
+STATED = ("beam parents follow a stated model (in a share of steps one beam is replaced by another's fork), fitted to "
+          "Figure 15b: its beam cells check the fit and are no prediction")
+
+
+def beams_of(width: int, setting: Setting) -> BeamScript:
+    """Beam parents for a width: as recorded where a recording was given, else by the stated model."""
+    if setting.beams is not None:
+        return RecordedBeams.read(setting.beams, width)
+    return ReplacingBeams(BEAM_RATES[width])
+
+
+def beam_note(setting: Setting) -> str:
+    """Where beam parents come from."""
+    return STATED if setting.beams is None else f"beam parents as recorded in {setting.beams.name}"
 
 
 def table1(setting: Setting) -> Outcome:
@@ -130,9 +140,7 @@ def fig15(setting: Setting) -> Outcome:
     cells += [Cell(f"beam, width {run.width}, ShareGPT (paper: 44.3-66.3)", value, None, unit="%")
               for run, value in zip(wide, shared, strict=True)]
     return Outcome("fig15", "Figure 15: average memory saving from sharing", tuple(cells), tuple(panels), (
-        setting.source.describe("alpaca-paper"),
-        "beam parents follow a stated model (one beam replaced in a share of steps), fitted to these bars: the beam "
-        "cells check the model's fit, not a prediction"))
+        setting.source.describe("alpaca-paper"), beam_note(setting)))
 
 
 

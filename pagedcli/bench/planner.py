@@ -27,8 +27,11 @@ from pagedcli.workloads import Poisson
 _SLO = re.compile(r"\s*(?:(mean|median|p\d{1,2}(?:\.\d+)?)_)?(normalized_latency|ttft|tpot|itl|e2el)\s*<=?\s*"
                   r"([0-9.eE+-]+)\s*(ms|s)?\s*")
 DEGREES = (1, 2, 4, 8)
-_TOLERANCE = 0.06
+_TOLERANCE = 0.08
 _LEAST_LATENCY = 1e-9
+_LIGHT = 0.004  # share of the saturated throughput that is taken for "alone"
+_FULL = 0.97  # share of it above which no queue is stable
+_TURNS = 3  # times that a run fills the whole batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked. `lengths`: (prompt, output) tokens of the workload, in the order they arrive."""
+    """What is asked. `lengths`: (prompt, output) tokens of the workload, in the order they arrive; runs use as many as
+    fill the batch _TURNS times, over and over if need be."""
 
     shape: ModelShape
     lengths: tuple[tuple[int, int], ...]
@@ -102,9 +106,15 @@ class Question:
     max_num_seqs: int = 256
     seed: int = 0
 
-    def requests(self, rate: float) -> list[Request]:
-        arrivals = Poisson(rate).deadlines(len(self.lengths), self.seed)
-        return light_requests(self.lengths, arrivals.tolist())
+    def requests(self, rate: float, count: int) -> list[Request]:
+        """`count` requests at a rate, requests/s; inf: all at once."""
+        arrivals = np.zeros(count) if math.isinf(rate) else Poisson(rate).deadlines(count, self.seed)
+        return light_requests([self.lengths[place % len(self.lengths)] for place in range(count)], arrivals.tolist())
+
+    def largest_batch(self, deployment: Deployment) -> int:
+        """Sequences that run at once when nothing but the pool and the cap on sequences limits them."""
+        held = float(np.mean([prompt + output / 2 for prompt, output in self.lengths]))
+        return max(1, min(self.max_num_seqs, int(deployment.blocks * deployment.block_size / held)))
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,8 @@ class Option:
     policy: str
 
     def solve(self) -> Plan:
-        """Search the highest rate that meets every target."""
+        """Search the highest rate that meets every target, below the throughput of a queue that is never empty: more
+        cannot be sustained, however a short run looks."""
         question = self.question
         base = Plan(self.hardware.name, self.devices, self.policy,
                     estimate=self.hardware.calibrated is None and not self.hardware.name.startswith("a100"))
@@ -129,17 +140,23 @@ class Option:
         config = RunConfig(policy=self.policy, cache=CacheConfig(prefix_cache=False), scheduler=SchedulerConfig(
             chunked_prefill=question.chunked_prefill, max_num_seqs=question.max_num_seqs, static_batch=None))
 
-        def run(rate: float) -> RunResult:
-            return simulate(config, deployment, question.requests(rate), rate=rate)
+        count = max(60, _TURNS * question.largest_batch(deployment))
 
-        def over(rate: float) -> float:
-            return max(_LEAST_LATENCY, max(slo.share(run(rate)) for slo in question.slos))
+        def run(rate: float, requests: int = count) -> RunResult:
+            return simulate(config, deployment, question.requests(rate, requests), rate=rate)
 
-        guess = _guess(question, deployment)
-        lone = over(guess / 200)
+        def over(rate: float, requests: int = count) -> float:
+            found = run(rate, requests)
+            return max(_LEAST_LATENCY, max(slo.share(found) for slo in question.slos))
+
+        full = _throughput(run(math.inf))
+        if full is None:
+            return replace(base, pool_blocks=blocks, why="some requests of the workload can never fit the pool")
+        light = _LIGHT * full
+        lone = over(light, 40)
         if lone > 1:
             return replace(base, pool_blocks=blocks, why="a request served alone already misses the target")
-        rate = find_rate(over, 1.0, guess, _TOLERANCE, {guess / 200: lone})
+        rate = find_rate(over, 1.0, 0.8 * full, _TOLERANCE, {light: lone, _FULL * full: math.inf})
         best = run(rate)
         output = sum(record.output_tokens for record in best.completed)
         waste = waste_means(best.steps)
@@ -150,17 +167,13 @@ class Option:
                        dollars_per_million=price * self.devices / 3600 / tokens * 1e6)
 
 
-def _guess(question: Question, deployment: Deployment) -> float:
-    """Rate at which a full pool (or the sequence cap) would be kept busy, req/s: where the search begins."""
-    from pagedcli.execution.cost_model import StepLoad
-
-    prompt, output = (float(np.mean([pair[place] for pair in question.lengths])) for place in (0, 1))
-    held = prompt + output / 2
-    batch = max(1, min(question.max_num_seqs, int(deployment.blocks * deployment.block_size / held)))
-    model = deployment.cost_model
-    decode = model.seconds(StepLoad(decodes=batch, context=int(batch * held)))
-    prefill = model.seconds(StepLoad(prompts=1, prompt_tokens=int(prompt))) - model.seconds(StepLoad())
-    return 1.0 / (output * decode / batch + max(prefill, 0.0))
+def _throughput(run: RunResult) -> float | None:
+    """Requests/s of a run whose queue was never empty, over the middle of its requests; None when some failed."""
+    if run.failed:
+        return None
+    finishes = np.sort([record.finish or 0.0 for record in run.completed])
+    low, high = int(0.2 * len(finishes)), int(0.7 * len(finishes))
+    return float((high - low) / max(finishes[high] - finishes[low], 1e-9))
 
 
 def read_prices(path: Path | None) -> dict[str, float]:

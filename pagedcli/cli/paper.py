@@ -22,6 +22,8 @@ def paper(
         help="all, table1, fig2, fig12 (all panels), fig12a .. fig19b. Default: all.")] = None,
     lengths: Annotated[Path | None, typer.Option(
         metavar="FILE", help="Real ShareGPT lengths (CSV of input,output) in place of the synthetic set.")] = None,
+    beams: Annotated[Path | None, typer.Option(
+        metavar="FILE", help="Recorded beam parents (JSON) in place of the stated model.")] = None,
     results: Annotated[Path, typer.Option(metavar="DIR", help="Where results go.")] = Path("results/paper"),
     workers: Annotated[int | None, typer.Option(help="Processes. Default: one a core.")] = None,
     scale: Annotated[float, typer.Option(help="Shorten all runs by this factor (a smoke test; verdicts then say "
@@ -46,7 +48,7 @@ def paper(
         raise UsageError(f"--scale = {scale}: must be above 0 and at most 1")
     if workers is not None and workers < 1:
         raise UsageError(f"--workers = {workers}: must be at least 1")
-    setting = Setting(LengthSource(lengths), workers or default_workers(), scale)
+    setting = Setting(LengthSource(lengths), workers or default_workers(), scale, beams)
     judged = held = 0
     for name in choose(experiments or []):
         outcome = run_experiment(name, setting)

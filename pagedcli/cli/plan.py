@@ -34,7 +34,7 @@ def plan(
     = None,
     prices: Annotated[Path | None, typer.Option(help="TOML file of dollars an hour by device. Default: the shipped "
                                                 "one, which is meant to be edited.")] = None,
-    num_requests: Annotated[int, typer.Option(help="Requests simulated at each rate tried.")] = 300,
+    num_requests: Annotated[int, typer.Option(help="Requests to draw lengths of; runs repeat them as needed.")] = 600,
     plot: Annotated[Path | None, typer.Option(help="Also draw rate against price into this PNG.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of lengths and arrivals.")] = 0,
     workers: Annotated[int | None, typer.Option(help="Processes. Default: one a core.")] = None,

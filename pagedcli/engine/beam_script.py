@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
 
+from pagedcli.core.errors import UsageError
 from pagedcli.core.sequence import SequenceGroup
 
 NEVER = 1 << 60
@@ -33,20 +37,6 @@ class KeepBeams(BeamScript):
     def next_change(self, group: SequenceGroup, made: int) -> int:
         del group, made
         return NEVER
-
-
-class EveryStep(BeamScript):
-    """Any parent rule, asked at each step."""
-
-    def __init__(self, rule: BeamScript) -> None:
-        self._rule = rule
-
-    def parents(self, group: SequenceGroup, made: int) -> list[int]:
-        return self._rule.parents(group, made)
-
-    def next_change(self, group: SequenceGroup, made: int) -> int:
-        del group
-        return made
 
 
 class ReplacingBeams(BeamScript):
@@ -98,6 +88,47 @@ class ReplacingBeams(BeamScript):
             self._known[key] = found
         return found
 
-    def forget(self, group: SequenceGroup) -> None:
-        """Drop the draws of a request that has ended."""
-        self._known.pop(group.request.key, None)
+
+
+class RecordedBeams(BeamScript):
+    """Parents as a real beam search chose them. `recordings`: for each recorded request, for each step, the place of
+    every beam's parent. Requests take recordings in turn, and begin them again when theirs are longer."""
+
+    def __init__(self, recordings: Sequence[Sequence[Sequence[int]]], width: int) -> None:
+        if not recordings or not all(recordings):
+            raise UsageError(f"recorded beams of width {width}: there must be a request, and a step in each")
+        for number, steps in enumerate(recordings):
+            for step, parents in enumerate(steps):
+                if len(parents) != width or not all(isinstance(p, int) and 0 <= p < width for p in parents):
+                    raise UsageError(f"recorded beams of width {width}: request {number}, step {step} has parents "
+                                     f"{list(parents)}; must be {width} numbers from 0 to {width - 1}")
+        self.width = width
+        self._recordings = [[list(parents) for parents in steps] for steps in recordings]
+        same = list(range(width))
+        self._changes = [[place for place, parents in enumerate(steps) if parents != same]
+                         for steps in self._recordings]
+
+    @classmethod
+    def read(cls, path: Path, width: int) -> RecordedBeams:
+        """From a JSON file `{"widths": {"4": [[[0, 0, 1, 3], ...], ...]}}`. UsageError says what is wrong with it."""
+        try:
+            data = json.loads(path.read_text("utf-8"))
+            return cls(data["widths"][str(width)], width)
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as fault:
+            raise UsageError(f"{path.name}: no recorded beams of width {width} ({type(fault).__name__}: {fault})"
+                             ) from fault
+
+    def parents(self, group: SequenceGroup, made: int) -> list[int]:
+        if len(group.live) != self.width:
+            return [place % len(group.live) for place in range(self.width)]
+        steps = self._recordings[group.request.index % len(self._recordings)]
+        return steps[made % len(steps)]
+
+    def next_change(self, group: SequenceGroup, made: int) -> int:
+        place = group.request.index % len(self._recordings)
+        length, changes = len(self._recordings[place]), self._changes[place]
+        if not changes:
+            return NEVER
+        lap, here = divmod(made, length)
+        following = next((change for change in changes if change >= here), None)
+        return lap * length + following if following is not None else (lap + 1) * length + changes[0]

@@ -12,7 +12,7 @@ from pagedcli.bench.serve import replay
 from pagedcli.bench.simulate import plain_engine, simulate
 from pagedcli.core.config import CacheConfig, RunConfig, SchedulerConfig
 from pagedcli.core.request import Request, SamplingParams
-from pagedcli.engine.beam_script import BeamScript, ReplacingBeams
+from pagedcli.engine.beam_script import BeamScript, RecordedBeams, ReplacingBeams
 from pagedcli.engine.fast_forward import EventEngine
 from pagedcli.execution.hardware import find_hardware
 from pagedcli.execution.shapes import SHAPES
@@ -45,7 +45,11 @@ def _case(seed: int, policy: str) -> tuple[RunConfig, Deployment, list[Request],
                                 beam_width=width if beam else None)
         prompt = shared[: rng.randrange(20)] + [rng.randrange(50) for _ in range(rng.randint(1, 24))]
         requests.append(Request(index, str(index), tuple(prompt), params, now, rng.randint(1, 30)))
-    return config, deployment, requests, ReplacingBeams(rng.choice([0.0, 0.1, 0.6, 1.0]), seed)
+    beams: BeamScript = ReplacingBeams(rng.choice([0.0, 0.1, 0.6, 1.0]), seed)
+    if widths == (3,) and rng.random() < 0.5:  # one width, as recordings have
+        beams = RecordedBeams([[[rng.randrange(3) for _ in range(3)] if rng.random() < 0.4 else [0, 1, 2]
+                                for _ in range(rng.randint(1, 9))] for _ in range(4)], 3)
+    return config, deployment, requests, beams
 
 
 def _observe_plain(engine: Any, steps: list[Any]) -> None:
