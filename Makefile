@@ -5,8 +5,8 @@ BIN    := $(VENV)/bin
 RUN    := $(BIN)/python
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup demo test test-all check lint types same-bits bench-generate bench-smoke regress paper figures \
-        cuda-check gpu-check wheel-check clean
+.PHONY: setup demo test test-all check lint types same-bits greedy-equal beam-equal bench-generate sharing \
+        shared-prefix swap-table bench-smoke regress paper figures kernels cuda-setup cuda-check gpu-check wheel-check clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -66,3 +66,36 @@ shared-prefix: setup
 
 swap-table: setup
 	$(RUN) -m tests.acceptance.swap_table
+
+kernels: setup
+	$(BIN)/pagedcli kernels
+
+# -- CUDA kernels: compiled and run on the CPU here; on a GPU by gpu-check ---------------------------------------------
+
+CUDA_STAMP := $(VENV)/.cuda-ready
+
+$(CUDA_STAMP): $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[cuda12,cuda-check]' -c constraints.txt
+	touch $(CUDA_STAMP)
+
+cuda-setup: $(CUDA_STAMP)
+
+cuda-check: cuda-setup
+	$(RUN) -m tests.emulator.check
+
+gpu-check:
+	$(PYTHON) -m tests.gpu.check
+
+# -- workloads and the paper -------------------------------------------------------------------------------------------
+
+paper: setup
+	$(BIN)/pagedcli paper all
+
+figures: paper
+
+bench-smoke: setup
+	$(BIN)/pagedcli bench --workload sharegpt --synthetic --offline --baseline orca-max --simulate a100-40gb \
+		--model opt-13b --num-requests 200 --rate 1 --name smoke
+
+regress: setup
+	$(RUN) -m tests.acceptance.regress
