@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from pagedcli.bench.records import Floats, RequestRecord, RunResult, StepTable
+from pagedcli.bench.serve import Observer, StopRule, replay
 from pagedcli.core.clock import VirtualClock
 from pagedcli.core.config import RunConfig
 from pagedcli.core.request import Request, SamplingParams
@@ -86,6 +87,27 @@ def simulate(config: RunConfig, deployment: Deployment, requests: Sequence[Reque
     kept = tuple(record or _unsent(requests[number], stopped) for number, record in enumerate(records))
     return RunResult(policy=config.policy, rate=rate, requests=kept, steps=step_table(log),
                      duration=engine.clock.now(), simulated=True, stopped=log.stopped, **labels)
+
+
+@dataclass(frozen=True)
+class SimulatedRunner:
+    """Serves the runs of a bench session on simulated hardware, fast. Each run starts from cold.
+
+    Without a stop rule; a session that has one replays on `plain_engine`, which can be asked after each step.
+    """
+
+    config: RunConfig
+    deployment: Deployment
+    beams: BeamScript | None = None
+
+    def __call__(self, requests: Sequence[Request], deadlines: Sequence[float], *, policy: str, rate: float,
+                 observer: Observer | None = None, stop_rule: StopRule | None = None, **labels: Any) -> RunResult:
+        config = replace(self.config, policy=policy)
+        if stop_rule is not None:
+            return replay(plain_engine(config, self.deployment, self.beams), requests, deadlines, policy=policy,
+                          rate=rate, observer=observer, stop_rule=stop_rule, simulated=True, **labels)
+        arriving = [replace(request, arrival=float(when)) for request, when in zip(requests, deadlines, strict=True)]
+        return simulate(config, self.deployment, arriving, beams=self.beams, rate=rate, **labels)
 
 
 def _record(item: Ended, ends: Floats, error: tuple[str, str] | None = None) -> RequestRecord:
