@@ -23,7 +23,7 @@ demo: setup
 	@head -n 3 demo.out.jsonl | cut -c 1-400
 
 test: setup
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n auto --dist loadfile
 
 test-all: setup
 	$(RUN) -m pytest -m 'not gpu' --timeout=1800

@@ -1,0 +1,10 @@
+"""One thread a test process: the suite runs in as many processes as there are cores."""
+
+from __future__ import annotations
+
+import os
+
+for _name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
