@@ -138,12 +138,11 @@ def _take_layer(layer: Any, spec: LayerSpec) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     projections = [attention.q_proj, attention.k_proj, attention.v_proj]
     biases = [item.bias.detach() for item in projections if item.bias is not None]
-    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    heads = None if norms[0] is None else torch.stack([norm.weight.detach() for norm in norms])  # type: ignore[union-attr]
+    norms = [getattr(attention, name).weight.detach() for name in ("q_norm", "k_norm") if hasattr(attention, name)]
     result = _Layer(
         spec=spec, norm_in=layer.input_layernorm.weight.detach(),
         qkv=packed(torch.cat([item.weight.detach() for item in projections]), torch.cat(biases) if biases else None),
-        head_norms=heads, out=packed_module(attention.o_proj),
+        head_norms=torch.stack(norms) if norms else None, out=packed_module(attention.o_proj),
         norm_mid=layer.post_attention_layernorm.weight.detach(),
         gate_up=packed(torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()])),
         down=packed_module(mlp.down_proj))
