@@ -8,7 +8,7 @@ import resource
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -125,6 +125,8 @@ def generate(
     if not quiet:
         for line in summary_lines(summary):
             environment.say(line)
+    elif summary.failed:
+        environment.say(f"pagedcli: {summary.notes[0]}")
     raise typer.Exit(ExitStatus.ROW_ERRORS if summary.failed else ExitStatus.OK)
 
 
@@ -133,6 +135,7 @@ def run(environment: Environment, plan: Plan, input_path: str) -> Summary:
     from pagedcli.generate.journal import Journal
     from pagedcli.generate.sampling import SamplingDefaults
     from pagedcli.generate.source import InputRows
+    from pagedcli.generate.summary import fault_note
 
     watch = Stopwatch(environment)
     defaults = SamplingDefaults(plan.sampling)
@@ -146,7 +149,8 @@ def run(environment: Environment, plan: Plan, input_path: str) -> Summary:
             if journal.resumed and not plan.quiet:
                 environment.say(f"going on with {path}: {journal.resumed} of {scan.rows} rows are done")
             summary = _serve(environment, plan, source, scan, journal, defaults, watch)
-    return summary
+            note = fault_note(journal)
+    return summary if note is None else replace(summary, notes=(note, *summary.notes))
 
 
 def _serve(environment: Environment, plan: Plan, source: InputRows, scan: Scan, journal: Journal,

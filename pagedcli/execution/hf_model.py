@@ -11,7 +11,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from pagedcli.attention.interface import AttentionBackend, LayerSpec
-from pagedcli.core.errors import CannotRunError, PagedError
+from pagedcli.core.errors import CannotRunError, PagedError, UsageError
 from pagedcli.execution.experts import tile_experts
 from pagedcli.execution.families import check_family
 from pagedcli.execution.hook import HOOK_NAME, Observer, PagedRun, running
@@ -75,14 +75,23 @@ class HFDecoder:
         return logits if self._slices_logits else logits[rows]
 
 
-def pick_device(wanted: str) -> torch.device:
-    """The device to run on. CannotRunError when CUDA is asked for and absent."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise CannotRunError("--device cuda: this machine has no CUDA device that torch can use; choose --device cpu",
-                             "no_device")
-    return torch.device("cuda")
+def pick_device(wanted: str, attention: str = "auto") -> torch.device:
+    """The device to run on. `auto` is a GPU where torch sees one, unless `attention` names a backend of the CPU.
+
+    UsageError: the attention backend runs elsewhere. CannotRunError: CUDA is asked for and absent.
+    """
+    here = torch.cuda.is_available()
+    if attention == "cuda" and wanted == "cpu":
+        raise UsageError("--attention-backend cuda runs on a GPU, but --device is cpu: choose --attention-backend cpu "
+                         "or reference, or --device cuda")
+    if attention in ("cpu", "reference") and wanted == "cuda":
+        raise UsageError(f"--attention-backend {attention} runs on the CPU, but --device is cuda: choose "
+                         "--attention-backend cuda, or --device cpu")
+    if not here and "cuda" in (wanted, attention):
+        option = "--device" if wanted == "cuda" else "--attention-backend"
+        raise CannotRunError(f"{option} cuda: this machine has no CUDA device that torch can use; choose --device cpu "
+                             "(and --attention-backend cpu, reference or auto)", "no_device")
+    return torch.device("cuda" if here and wanted != "cpu" and attention not in ("cpu", "reference") else "cpu")
 
 
 def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:

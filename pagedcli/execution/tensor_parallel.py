@@ -184,7 +184,7 @@ def load_tensor_parallel(source: ModelSource, model: ModelConfig, cache: CacheCo
     size = model.tensor_parallel_size
     shape = shape_from_config(source.read_config(), source.name)
     check_heads(shape.heads, shape.kv_heads, size, source.name)
-    if pick_device(model.device).type == "cpu" and model.threads is None:
+    if pick_device(model.device, model.attention_backend).type == "cpu" and model.threads is None:
         model = replace(model, threads=max(1, len(os.sched_getaffinity(0)) // size))
     orders = {"model": asdict(model), "cache": asdict(cache)}
     place = Place.from_torchrun(os.environ, size)

@@ -85,7 +85,7 @@ def load_executor(source: ModelSource, model: ModelConfig, cache: CacheConfig,
     `model.threads` sets torch's thread count for the whole process.
     """
     started = time.perf_counter()
-    device = pick_device(model.device)
+    device = pick_device(model.device, model.attention_backend)
     if split is not None:
         device = split.device(device)
     if model.threads is not None:

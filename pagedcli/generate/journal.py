@@ -53,6 +53,7 @@ class Journal:
         self.resumed = 0
         self.finished = 0
         self.failed = 0
+        self.first_failed: int | None = None
         self.ran_on: dict[str, Any] | None = None
         self._places = array("q", [-1]) * rows
         self._lengths = array("q", [0]) * rows
@@ -113,6 +114,11 @@ class Journal:
             if time.monotonic() - self._synced > SYNC_SECONDS:
                 os.fsync(self._fd)
                 self._synced = time.monotonic()
+
+    def row(self, index: int) -> bytes:
+        """A finished row's output line, without its end; also after `publish`, until `close`."""
+        self.flush()
+        return os.pread(self._fd, self._lengths[index], self._places[index])
 
     def ordered(self) -> Iterator[bytes]:
         """The output in input order, in pieces of about a mebibyte."""
@@ -224,6 +230,8 @@ class Journal:
         self._lengths[index] = length
         self.finished += 1
         self.failed += not ok
+        if not ok and (self.first_failed is None or index < self.first_failed):
+            self.first_failed = index
 
     def _disk(self) -> _DiskFaults:
         return _DiskFaults(self.path, lambda: self.finished)

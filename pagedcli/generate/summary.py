@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pagedcli.engine.interface import Counters
 from pagedcli.execution.interface import ExecutorLimits
+from pagedcli.generate.journal import Journal
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +77,12 @@ def summarise(*, rows: int, failed: int, resumed: int, counters: Counters, limit
         logical_block_steps=counters.logical_block_steps, physical_block_steps=counters.physical_block_steps,
         block_copies=counters.block_copies, blocks_swapped=counters.blocks_swapped,
         peak_memory_bytes=peak_memory_bytes, seconds=dict(seconds), signature=dict(signature), notes=notes)
+
+
+def fault_note(journal: Journal) -> str | None:
+    """How many rows failed and why the first of them did, in one line; None when all are good."""
+    if journal.first_failed is None:
+        return None
+    error = json.loads(journal.row(journal.first_failed))["error"]
+    return (f"{journal.failed} of {journal.rows} rows failed; the first, row {journal.first_failed}, because of "
+            f"{error['code']}: {error['message']}")

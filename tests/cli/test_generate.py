@@ -198,7 +198,9 @@ def test_quiet_and_json_summary(console: Console) -> None:
     file = console.folder / "summary.json"
     result, _ = console.generate(lines({"prompt": "ab", "n": 2, "max_tokens": 3}, {"prompt": ""}), "--quiet",
                                  "--json-summary", str(file), "--temperature", "0.5", "--seed", "9")
-    assert result.output == ""
+    assert result.stdout == ""
+    assert result.stderr == ("pagedcli: 1 of 2 rows failed; the first, row 1, because of "
+                             "empty_prompt: the prompt has 0 tokens; at least 1 is needed\n")
     summary = json.loads(file.read_text())
     assert (summary["rows"], summary["good"], summary["failed"], summary["resumed"]) == (2, 1, 1, 0)
     assert (summary["prompt_tokens"], summary["output_tokens"]) == (2, 6)

@@ -135,4 +135,4 @@ def test_cuda_is_refused_where_there_is_none(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     with pytest.raises(CannotRunError, match="no CUDA device"):
-        load(save_model("llama", tmp_path), device="cuda")
+        load(save_model("llama", tmp_path), device="cuda", attention_backend="cuda")
