@@ -115,7 +115,9 @@ def fig13(setting: Setting) -> Outcome:
             (Curve("mean", tuple(enumerate(ours.values())), tuple(enumerate(printed[policy] for policy in ours))),),
             "bars", ticks=tuple(SYSTEMS[policy] for policy in ours)))
     return Outcome("fig13", "Figure 13: average number of batched requests", tuple(cells), tuple(panels),
-                   (setting.source.describe("sharegpt"), setting.source.describe("alpaca-paper")))
+                   (setting.source.describe("sharegpt"), setting.source.describe("alpaca-paper"),
+                    "Alpaca batches hang on the lengths, which are not the paper's; and the paper's 132 requests fill "
+                    "less than half of its pool, though its own Figure 12d has vLLM overloaded at 30 requests/s"))
 
 
 def fig15(setting: Setting) -> Outcome:
