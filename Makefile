@@ -6,7 +6,7 @@ RUN    := $(BIN)/python
 STAMP  := $(VENV)/.ready
 
 .PHONY: setup demo test test-all check lint types same-bits greedy-equal beam-equal bench-generate sharing \
-        shared-prefix swap-table bench-smoke regress paper figures kernels cuda-setup cuda-check gpu-check wheel-check clean
+        shared-prefix swap-table bench-smoke regress baseline paper figures kernels cuda-setup cuda-check gpu-check wheel-check clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -64,6 +64,13 @@ sharing: setup
 shared-prefix: setup
 	$(RUN) -m tests.acceptance.shared_prefix
 
+tensor-parallel: setup
+	$(RUN) -m tests.acceptance.tensor_parallel
+
+ray-rows: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[ray]' -c constraints.txt
+	$(RUN) -m tests.acceptance.ray_rows
+
 swap-table: setup
 	$(RUN) -m tests.acceptance.swap_table
 
@@ -97,5 +104,17 @@ bench-smoke: setup
 	$(BIN)/pagedcli bench --workload sharegpt --synthetic --offline --baseline orca-max --simulate a100-40gb \
 		--model opt-13b --num-requests 200 --rate 1 --name smoke
 
+# Simulated, so the same on every machine: what moves here moved in the code. `make baseline` accepts a change.
+SIMULATED := --simulate a100-40gb --model opt-13b --no-chunked-prefill --synthetic --offline \
+	--baseline orca-pow2 --baseline orca-max --rate 1,2 --num-requests 200 --no-plots --name simulated
+
 regress: setup
-	$(RUN) -m tests.acceptance.regress
+	rm -rf build/regress
+	$(BIN)/pagedcli bench $(SIMULATED) --results build/regress
+	$(BIN)/pagedcli compare results/baselines/simulated build/regress/simulated --max-regress normalized_latency=1% \
+		--max-regress waste.token=1% --max-regress batch_size=1% --max-regress steps=1%
+
+baseline: setup
+	rm -rf results/baselines/simulated
+	$(BIN)/pagedcli bench $(SIMULATED) --results results/baselines
+	rm results/baselines/simulated/report.html results/baselines/simulated/requests.csv
