@@ -120,6 +120,7 @@ def _results(setup: Setup, backend: Backend, workload: Workload, session: Sessio
         "token_budget": config.scheduler.token_budget, "preemption": config.scheduler.preemption,
         "n": setup.params.n, "beam_width": setup.params.width if setup.params.use_beam_search else None,
         "temperature": setup.params.temperature, "simulate": setup.simulate,
+        "tensor_parallel": config.model.tensor_parallel_size if config.model.tensor_parallel_size > 1 else None,
     }
     signature = make_signature(asked, device=info.device, threads=info.threads)
     pool = limits.num_blocks * limits.bytes_per_block / 2**20

@@ -172,10 +172,17 @@ def _serve(environment: Environment, plan: Plan, source: InputRows, scan: Scan, 
     info, limits = ran.info, ran.limits
     signature = {"version": __version__, "model": info.model, "policy": plan.config.policy, "seed": plan.config.seed,
                  "device": info.device, "dtype": info.dtype, "kv_dtype": info.kv_dtype, "attention": info.attention,
-                 "threads": info.threads, "block_size": limits.block_size, "sampling": dict(plan.sampling)}
+                 "threads": info.threads, "block_size": limits.block_size,
+                 **_many(plan), "sampling": dict(plan.sampling)}
     return summarise(rows=journal.rows, failed=journal.failed, resumed=journal.resumed, counters=ran.counters,
                      limits=limits, notes=ran.notes, seconds=watch.seconds(info.load_seconds), signature=signature,
                      peak_memory_bytes=_peak_memory())
+
+
+def _many(plan: Plan) -> dict[str, int]:
+    """What the signature says of a run on more than one device."""
+    size = plan.config.model.tensor_parallel_size
+    return {"tensor_parallel": size} if size > 1 else {}
 
 
 def _serve_one(environment: Environment, plan: Plan, source: InputRows, scan: Scan, journal: Journal,
