@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 from pagedcli.attention.interface import AttentionBackend
 from pagedcli.core.errors import CannotRunError, UsageError
@@ -15,8 +16,8 @@ BACKENDS: dict[str, tuple[str, str]] = {
 """Name -> (module, class). A new backend is one more line."""
 
 
-def make_backend(name: str) -> AttentionBackend:
-    """An unbound backend.
+def make_backend(name: str, **options: Any) -> AttentionBackend:
+    """An unbound backend, made with the options that its class takes.
 
     UsageError: no backend has this name. CannotRunError: it exists but something it needs is missing here.
     """
@@ -29,5 +30,5 @@ def make_backend(name: str) -> AttentionBackend:
         raise CannotRunError(f"--attention-backend {name} cannot run here: {fault}. "
                              f"Install what is missing or choose another of {', '.join(BACKENDS)}",
                              "backend_unavailable") from fault
-    made: AttentionBackend = backend()
+    made: AttentionBackend = backend(**options)
     return made

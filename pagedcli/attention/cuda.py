@@ -18,6 +18,7 @@ from pagedcli.attention import cuda_launch as plans
 from pagedcli.attention.cuda_launch import Kernel
 from pagedcli.attention.cuda_shapes import AttentionShape, DeviceLimits
 from pagedcli.attention.cuda_step import DecodeRun, Step, StepBuffer, pack_step
+from pagedcli.attention.fresh_prompts import attend_prompts, plain_causal
 from pagedcli.attention.interface import AttentionBackend, BatchLayout, KVLayout, LayerSpec
 from pagedcli.core.errors import CannotRunError
 
@@ -92,14 +93,19 @@ class CudaBackend(AttentionBackend):
     """Fused paged attention on an NVIDIA GPU of compute capability 8.0 or more. Tiles are [slot, dim].
 
     same_bits: every row goes through the prompt kernel, whose arithmetic for a row depends on nothing but the row's
-    own tokens; decode then loses the split over long contexts.
+    own tokens; decode then loses the split over long contexts. flash_prompts: steps of fresh prompts alone attend by
+    torch's scaled_dot_product_attention where it knows the layer's rule; last bits then depend on the kernel it picks.
+    decode_kernel: v1, split or mma instead of the planner's choice, for measurements.
     """
 
     name = "cuda"
 
-    def __init__(self, launcher: Launcher | None = None, same_bits: bool = False) -> None:
+    def __init__(self, launcher: Launcher | None = None, same_bits: bool = False, flash_prompts: bool = False,
+                 decode_kernel: str | None = None) -> None:
         self._launcher: Launcher = launcher or TorchLauncher()
         self.same_bits = same_bits
+        self.flash_prompts = flash_prompts and not same_bits
+        self.decode_kernel = decode_kernel
         self.device = self._launcher.device
         self._layout: KVLayout | None = None
         self._layers: list[_Bound] = []
@@ -192,6 +198,8 @@ class CudaBackend(AttentionBackend):
             "k_scale": None if scales is None else point(scales[0]),
             "v_scale": None if scales is None else point(scales[1])}
         self._write(shape, step, shared, _aligned(k.to(compute)), _aligned(v.to(compute)))
+        if self.flash_prompts and step.prompts and plain_causal(spec, step.prompts) and compute is pool.dtype:
+            return attend_prompts(q, k, v, step.prompts, spec)
         out = torch.empty(q.shape[0], spec.heads, spec.value_dim, dtype=compute, device=self.device)
         shared |= {"sinks": None if not spec.sinks else point(self._sink(layer, sinks)), "group": shape.group,
                    "window": shape.window, "scale": shape.scale, "softcap": shape.softcap, "q_stride": rows.stride(0),
@@ -218,7 +226,7 @@ class CudaBackend(AttentionBackend):
 
     def _decode(self, shape: AttentionShape, run: DecodeRun, step: Step, shared: dict[str, Any], q: torch.Tensor,
                 out: torch.Tensor) -> None:
-        plan = plans.plan_decode(shape, run.count, run.max_context, self._launcher.limits)
+        plan = plans.plan_decode(shape, run.count, run.max_context, self._launcher.limits, self.decode_kernel)
         point, lengths = self._launcher.pointer, step.context_len[run.first_seq:]
         values = {**shared, "out": point(out[run.first_row:]), "q": point(q[run.first_row:]),
                   "tables": point(step.tables[run.first_seq:]), "ctx_lens": point(lengths)}
@@ -257,11 +265,11 @@ class CudaBackend(AttentionBackend):
     def warm_up(self, specs: Sequence[LayerSpec], dtype: torch.dtype) -> float:
         import time
         assert self._layout is not None, "bind() comes before use"
-        started, cache = time.perf_counter(), TYPE_NAMES[dtype]
+        started, cache = time.perf_counter(), self._cache_type()
         limits = self._launcher.limits
         kernels = {plans.COPY_BLOCKS}
         for spec in specs:
-            for name in self._query_types():
+            for name in (TYPE_NAMES[dtype],) if cache.startswith("fp8") else (cache,):
                 shape = self._shape(spec, name, cache, self._layout.block_size)
                 for context in (1, 1 << 20):   # unsplit and split
                     for seqs in (1, 1 << 16):

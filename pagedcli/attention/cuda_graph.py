@@ -9,6 +9,7 @@ import torch
 
 from pagedcli.attention.cuda import CudaBackend
 from pagedcli.attention.interface import BatchLayout
+from pagedcli.core.errors import CannotRunError
 
 ROW_COUNTS: tuple[int, ...] = (1, 2, 4, *range(8, 257, 8))
 """Row counts that graphs are captured for: close enough that padding wastes little, few enough to capture."""
@@ -38,14 +39,20 @@ class DecodeGraphs:
 
     def run(self, batch: BatchLayout) -> torch.Tensor | None:
         """forward's result with the padded rows behind the real ones, valid until the next run; None when no graph
-        holds this batch (prompt rows, too many rows, tables too wide): run it without one.
+        holds this batch (prompt rows, too many rows, tables too wide): run it without one. CannotRunError with code
+        graph_capture: forward cannot be captured (it synchronises, or memory ran out).
         """
         rows = padded_rows(batch.num_seqs, self._counts)
         if rows is None or not batch.decode_only or batch.tables.shape[1] > self._max_blocks:
             return None
         self._backend.prepare_graph(batch, rows, self._max_blocks)
         if rows not in self._graphs:
-            self._graphs[rows] = self._capture(rows)
+            try:
+                self._graphs[rows] = self._capture(rows)
+            except RuntimeError as fault:
+                reason = str(fault).strip().split("\n")[0][:200]
+                raise CannotRunError(f"a step of {rows} rows could not be captured as a CUDA graph: {reason}",
+                                     "graph_capture") from fault
         graph, out = self._graphs[rows]
         graph.replay()
         return out

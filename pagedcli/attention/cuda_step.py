@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -25,7 +26,8 @@ class DecodeRun:
 @dataclass(frozen=True, slots=True)
 class Step:
     """Device views: slots int64 [rows]; context_len int32 [sequences]; starts [sequences + 1]; positions [sequences];
-    tables [sequences, width]; tiles by (group, rows per tile): ([n, 2], n).
+    tables [sequences, width]; tiles by (group, rows per tile): ([n, 2], n). prompts: (first, end) rows of each
+    sequence when all of them begin here, so that no key is in the cache yet; else empty.
     """
 
     num_tokens: int
@@ -38,6 +40,7 @@ class Step:
     positions: torch.Tensor
     tables: torch.Tensor
     tiles: dict[tuple[int, int], tuple[torch.Tensor, int]]
+    prompts: tuple[tuple[int, int], ...] = ()
 
 
 class StepBuffer:
@@ -53,6 +56,11 @@ class StepBuffer:
         self._device_array = torch.empty(0, dtype=torch.int32, device=device)
         self._staging: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
         self._turn = 0
+
+    @property
+    def array(self) -> torch.Tensor:
+        """The device array that `send` fills."""
+        return self._device_array
 
     def send(self, data: NDArray[np.int32]) -> torch.Tensor:
         """The data on the device, valid until the next call for work queued on the current stream."""
@@ -130,4 +138,5 @@ def pack_step(batch: BatchLayout, buffer: StepBuffer, rows: int, width: int, max
     return Step(batch.num_tokens, prompt_tokens, run, width, views[0].view(torch.int64), views[1], views[2], views[3],
                 views[4].view(held, width), {
                     key: (view.view(-1, 2), len(tiles))
-                    for (key, tiles), view in zip(lists.items(), views[5:], strict=True)})
+                    for (key, tiles), view in zip(lists.items(), views[5:], strict=True)},
+                tuple(pairwise(batch.query_start.tolist())) if not alone and (positions == 0).all() else ())

@@ -88,6 +88,8 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
     Option("num_kv_blocks", int, "Blocks in the pool. Default: from --kv-cache-memory.", MEMORY),
     Option("kv_cache_memory", str, "Size of the pool in bytes, or such as 2GiB. Default: a share of free memory.",
            MEMORY, metavar="SIZE"),
+    Option("gpu_memory_utilization", float, "Share of a GPU's memory for weights, steps and, with what is left, the "
+           "pool, when the pool has no size.", MEMORY, _C.gpu_memory_utilization),
     Option("kv_cache_dtype", _KV_DTYPE, "Type of cached keys and values; auto is the model's.", MEMORY, _C.dtype),
     Option("swap_space", str, "Host memory for preempted sequences in bytes, or such as 4GiB.", MEMORY, "4GiB",
            metavar="SIZE"),
@@ -191,7 +193,8 @@ def run_config(settings: Mapping[str, Any], policy: str = "paged") -> RunConfig:
         "model", "load_format", "dtype", "device", "attention_backend", "max_model_len", "threads",
         "tensor_parallel_size", "trust_remote_code") if name in settings}
     cache = {new: settings[old] for old, new in (
-        ("block_size", "block_size"), ("num_kv_blocks", "num_blocks"), ("kv_cache_dtype", "dtype")) if old in settings}
+        ("block_size", "block_size"), ("num_kv_blocks", "num_blocks"), ("kv_cache_dtype", "dtype"),
+        ("gpu_memory_utilization", "gpu_memory_utilization")) if old in settings}
     for old, new in (("kv_cache_memory", "memory"), ("swap_space", "swap_space")):
         if old in settings:
             cache[new] = parse_size("--" + old.replace("_", "-"), settings[old])

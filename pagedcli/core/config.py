@@ -61,6 +61,8 @@ class CacheConfig:
             raise UsageError(f"--swap-space = {self.swap_space}: must be at least 0 bytes")
         if not 0 <= self.watermark < 1:
             raise UsageError(f"watermark = {self.watermark}: must be at least 0 and below 1")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise UsageError(f"--gpu-memory-utilization = {self.gpu_memory_utilization}: must be above 0 and at most 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ def _load_model(config: RunConfig, progress: Say | None) -> tuple[Executor, Any]
 
         executor = load_tensor_parallel(source, config.model, config.cache)
     else:
-        executor = load_executor(source, config.model, config.cache)
+        executor = load_executor(source, config.model, config.cache, step=config.scheduler)
     spent = {"import": imported - started, **executor.info.load_seconds}
     executor.info = replace(executor.info, load_seconds=spent)
     return executor, tokenizer

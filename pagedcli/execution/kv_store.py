@@ -65,9 +65,18 @@ class PoolSize:
     note: str
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes that a device has for a pool, how they were found, and the option that would raise them."""
+
+    bytes: int
+    note: str
+    way_out: str
+
+
 def size_pool(layout: KVLayout, dtype: torch.dtype, cache: CacheConfig, device: torch.device,
-              max_positions: int) -> PoolSize:
-    """How many blocks to hold: as given, by bytes, or a share of free memory.
+              max_positions: int, room: Room | None = None) -> PoolSize:
+    """How many blocks to hold: as given, by bytes, all of the `room` that was measured, or a share of free memory.
 
     CannotRunError when not even one block fits; it prints the bytes one request needs and the bytes given.
     """
@@ -75,8 +84,11 @@ def size_pool(layout: KVLayout, dtype: torch.dtype, cache: CacheConfig, device: 
     host_blocks = min(cache.swap_space // block_bytes, MAX_DEFAULT_TOKENS // layout.block_size)
     if cache.num_blocks is not None:
         return PoolSize(cache.num_blocks, host_blocks, block_bytes, f"{cache.num_blocks} blocks, as given")
+    way_out = "--kv-cache-memory"
     if cache.memory is not None:
         given, note = cache.memory, f"{cache.memory:,} bytes, as given"
+    elif room is not None:
+        given, note, way_out = max(0, room.bytes), room.note, room.way_out
     else:
         free = free_memory(device)
         share = cache.gpu_memory_utilization if device.type == "cuda" else CPU_MEMORY_SHARE
@@ -91,7 +103,7 @@ def size_pool(layout: KVLayout, dtype: torch.dtype, cache: CacheConfig, device: 
         raise CannotRunError(
             f"the KV cache has {given:,} bytes ({note}), but one request needs at least one block of "
             f"{layout.block_size} tokens = {block_bytes:,} bytes ({longest:,} for one of {max_positions} tokens). "
-            "Raise --kv-cache-memory, or lower --block-size or --max-model-len", "kv_cache_too_small")
+            f"Raise {way_out}, or lower --block-size or --max-model-len", "kv_cache_too_small")
     return PoolSize(num_blocks, host_blocks, block_bytes, note)
 
 

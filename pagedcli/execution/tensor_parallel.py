@@ -23,7 +23,7 @@ from pagedcli.core.errors import CannotRunError, PagedError, UsageError
 from pagedcli.core.plan import StepPlan, StepResult
 from pagedcli.execution.hf_model import HFDecoder, pick_device
 from pagedcli.execution.interface import Executor, ExecutorInfo
-from pagedcli.execution.kv_store import PoolSize, size_pool
+from pagedcli.execution.kv_store import PoolSize, Room, size_pool
 from pagedcli.execution.model_hub import ModelSource, resolve_model
 from pagedcli.execution.plan_codec import PlanDecoder, PlanEncoder
 from pagedcli.execution.probe import TOLERANCE, disagreement
@@ -87,11 +87,11 @@ class Split:
         return part
 
     def size_pool(self, layout: KVLayout, dtype: torch.dtype, cache: CacheConfig, device: torch.device,
-                  max_positions: int) -> PoolSize:
+                  max_positions: int, room: Room | None = None) -> PoolSize:
         """Blocks that every rank can hold. Sizes that a user gives are of all ranks together."""
         whole = KVLayout(self.whole_specs, layout.block_size)
         own_memory = device.type == "cuda" and cache.num_blocks is None and cache.memory is None
-        size = size_pool(layout if own_memory else whole, dtype, cache, device, max_positions)
+        size = size_pool(layout if own_memory else whole, dtype, cache, device, max_positions, room)
         hosts = size_pool(whole, dtype, replace(cache, num_blocks=1), device, max_positions).host_blocks
         num_blocks, host_blocks = self.ranks.least(size.num_blocks, hosts)
         return PoolSize(num_blocks, host_blocks, layout.block_elements * dtype.itemsize, size.note)

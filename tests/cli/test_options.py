@@ -53,10 +53,10 @@ def test_every_engine_option_reaches_the_config() -> None:
         "max_model_len": 5, "threads": 3, "tensor_parallel_size": 2, "seed": 9, "trust_remote_code": True,
         "no_same_bits": True, "block_size": 8, "num_kv_blocks": 7, "kv_cache_memory": "1KiB", "kv_cache_dtype": "bf16",
         "swap_space": "2kB", "no_prefix_cache": True, "preemption": "swap", "max_num_seqs": 4,
-        "max_num_batched_tokens": 6, "no_chunked_prefill": True})
+        "max_num_batched_tokens": 6, "no_chunked_prefill": True, "gpu_memory_utilization": 0.5})
     assert config == RunConfig(
         ModelConfig("m", "dummy", "fp32", "cpu", "reference", 5, 3, True, False, 2, 9),
-        CacheConfig(8, 7, 1024, "bf16", 2000, False),
+        CacheConfig(8, 7, 1024, "bf16", 2000, False, gpu_memory_utilization=0.5),
         SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=6, chunked_prefill=False, preemption="swap"), seed=9)
 
 

@@ -171,3 +171,26 @@ def test_supports_says_none_or_names_block_and_type() -> None:
 @pytest.mark.parametrize(("lens", "run"), [([3, 1, 1, 2, 1], (1, 2)), ([2, 3], (0, 0)), ([1, 1], (0, 2)), ([], (0, 0))])
 def test_longest_run_of_decode_rows(lens: list[int], run: tuple[int, int]) -> None:
     assert longest_single_run(np.array(lens, np.int32)) == run
+
+
+@pytest.mark.parametrize(("model", "cache"), [
+    (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float8_e4m3fn), (torch.float32, torch.float8_e5m2)])
+def test_warm_up_loads_what_steps_then_launch(model: torch.dtype, cache: torch.dtype) -> None:
+    """Loading synchronises, so nothing may be left to load in a step. With an 8-bit cache, queries keep their type."""
+    loaded: set[str] = set()
+
+    class Noting(EmulatedLauncher):
+        def load(self, kernel: Any) -> None:
+            loaded.add(kernel.name)
+
+        def launch(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
+            assert kernel.name in loaded, kernel.name
+
+    backend, layer, layout = CudaBackend(Noting(KERNELS)), spec(4), KVLayout((spec(4),), 8)
+    backend.bind(layout, torch.zeros(200, layout.block_elements).to(cache))
+    backend.warm_up((layer,), model)
+    q, k = torch.zeros(8, 8, 32, dtype=model), torch.zeros(8, 2, 32, dtype=model)
+    for tokens, start in (([0] * 5, 0), ([0], 900)):
+        backend.prepare(build_layout(StepPlan([Slice(0, tokens, start, list(range(128)))]), 8, 8))
+        backend.attend(0, q, k, k, layer)
+    backend.copy_blocks([(0, 1)])
