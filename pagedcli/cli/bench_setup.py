@@ -223,10 +223,7 @@ def _hf(limits: Any, tokenizer: Any, config: RunConfig, say: Callable[[str], Non
 
 
 def _simulated(setup: Setup) -> Backend:
-    from pagedcli.bench.session import EngineRunner
-    from pagedcli.core.clock import VirtualClock
-    from pagedcli.engine.build import build_engine
-    from pagedcli.engine.scripted import ScriptedSampler
+    from pagedcli.bench.simulate import SimulatedRunner
     from pagedcli.execution.hardware import find_hardware
     from pagedcli.execution.shapes import resolve_shape
     from pagedcli.execution.simulated import Deployment, SimulatedExecutor
@@ -238,12 +235,7 @@ def _simulated(setup: Setup) -> Backend:
                       tensor_parallel=config.model.tensor_parallel_size, block_size=config.cache.block_size,
                       num_blocks=config.cache.num_blocks, max_positions=config.model.max_model_len)
 
-    def make(policy: str) -> Any:
-        executor = SimulatedExecutor(replace(base, policy=policy))
-        return build_engine(replace(config, policy=policy), clock=VirtualClock(), executor=executor,
-                            sampler=ScriptedSampler(executor.limits.vocab_size), record_times=True)
-
-    runner = EngineRunner(make, base.limits.vocab_size, simulated=True)
+    runner = SimulatedRunner(config, base)
     return Backend(SimulatedExecutor(base), None, lambda policy: runner, base.limits.max_positions)
 
 
