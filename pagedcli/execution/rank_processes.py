@@ -36,7 +36,8 @@ class RankProcesses:
         self.children: dict[int, subprocess.Popen[bytes]] = {}
         try:
             for rank in range(1, size):
-                child = subprocess.Popen([sys.executable, "-m", "pagedcli.execution.rank_main"],
+                # -P: a file in the working folder must not stand in for a module of that name.
+                child = subprocess.Popen([sys.executable, "-P", "-m", "pagedcli.execution.rank_main"],
                                          stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment)
                 self.children[rank] = child
                 assert child.stdin is not None
