@@ -51,7 +51,7 @@ class ReplacingBeams(BeamScript):
             raise ValueError(f"rate = {rate}: must be from 0 to 1")
         self.rate = rate
         self.seed = seed
-        self._known: dict[str, dict[int, tuple[int, int]]] = {}
+        self._known: dict[tuple[str, int, int], dict[int, tuple[int, int]]] = {}
 
     def parents(self, group: SequenceGroup, made: int) -> list[int]:
         width = group.params.width
@@ -75,11 +75,11 @@ class ReplacingBeams(BeamScript):
 
     def _changes(self, group: SequenceGroup) -> dict[int, tuple[int, int]]:
         """Step -> (dropped, forked), drawn once a request."""
-        key = group.request.key
+        width, rate = group.params.width, self.rate
+        key = group.request.key, width, group.max_output
         found = self._known.get(key)
         if found is None:
-            rng = random.Random(f"{self.seed}/{key}")
-            width, rate = group.params.width, self.rate
+            rng = random.Random(f"{self.seed}/{group.request.key}")
             found = {}
             for made in range(group.max_output):
                 if width > 1 and rng.random() < rate:
