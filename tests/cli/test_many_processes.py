@@ -26,7 +26,7 @@ def model_and_rows(folder: Path, rows: int) -> list[str]:
     made = [{"prompt_token_ids": [3 + (index * 7 + k) % (VOCAB - 3) for k in range(5)]} for index in range(rows)]
     (folder / "in.jsonl").write_bytes(lines(*made))
     return ["generate", "in.jsonl", "--model", "model", "--dtype", "fp32", "--device", "cpu", "--threads", "1",
-            "--num-kv-blocks", "64", "--max-num-seqs", "2", "--max-tokens", "24", "--ignore-eos", "--temperature", "0"]
+            "--num-kv-blocks", "64", "--max-num-seqs", "2", "--max-tokens", "16", "--ignore-eos", "--temperature", "0"]
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -38,7 +38,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def test_a_killed_rank_ends_the_run_and_a_resume_finishes_it(tmp_path: Path) -> None:
-    command = [*PROGRAM, *model_and_rows(tmp_path, 60)]
+    command = [*PROGRAM, *model_and_rows(tmp_path, 30)]
     two = [*command, "--tensor-parallel-size", "2", "-o", "out"]
     run = subprocess.Popen(two, cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     journal = tmp_path / "out.partial"
@@ -53,11 +53,11 @@ def test_a_killed_rank_ends_the_run_and_a_resume_finishes_it(tmp_path: Path) -> 
     assert f"rank 1 of 2 (process {rank.pid}) was killed by SIGKILL" in said and "run the same command again" in said
     assert not psutil.pid_exists(rank.pid)
     kept = journal_rows(journal)
-    assert 4 <= len(kept) < 60
+    assert 4 <= len(kept) < 30
     done = subprocess.run(two, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert f"{len(kept)} of 60 rows are done" in done.stderr
-    assert [json.loads(line)["index"] for line in (tmp_path / "out").read_text().split("\n")[:-1]] == [*range(60)]
+    assert f"{len(kept)} of 30 rows are done" in done.stderr
+    assert [json.loads(line)["index"] for line in (tmp_path / "out").read_text().split("\n")[:-1]] == [*range(30)]
 
 
 @pytest.mark.slow
