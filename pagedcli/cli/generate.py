@@ -18,7 +18,7 @@ from pagedcli import __version__
 from pagedcli.cli.environment import Environment, environment_of
 from pagedcli.cli.fleet import FleetChoice, Ran, RayCommand, fleet_choice, serve_fleet
 from pagedcli.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, run_config, sampling_fields, with_options
-from pagedcli.cli.paths import Target, find_target
+from pagedcli.cli.paths import Target, find_target, summary_path
 from pagedcli.cli.ranks import leading_ranks
 from pagedcli.cli.render import progress_bar, summary_lines
 from pagedcli.cli.running import Stopwatch, stopping_on_signals
@@ -112,16 +112,16 @@ def generate(
     wins over the environment, that over the file.
     """
     environment = environment_of(context)
-    if json_summary is not None and not Path(json_summary).absolute().parent.is_dir():
-        raise UsageError(f"--json-summary {json_summary}: its folder does not exist; make it first")
+    target = find_target(input, output, overwrite)
+    summary_file = None if json_summary is None else summary_path(json_summary, input, target, overwrite)
     config = run_config(settings)
     with leading_ranks(config.model.tensor_parallel_size, environment.variables):
-        plan = Plan(config, sampling_fields(settings), find_target(input, output, overwrite), limit, restart,
+        plan = Plan(config, sampling_fields(settings), target, limit, restart,
                     _read_prefix(shared_prefix), environment.interactive and not quiet, quiet,
                     fleet_choice(ray, replicas))
         summary = run(environment, plan, input)
-    if json_summary is not None:
-        _write_summary(Path(json_summary), summary)
+    if summary_file is not None:
+        _write_summary(summary_file, summary)
     if not quiet:
         for line in summary_lines(summary):
             environment.say(line)

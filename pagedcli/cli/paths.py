@@ -70,3 +70,25 @@ def find_target(source: str, output: str | None, overwrite: bool) -> Target:
             raise UsageError(f"{path} exists: use --overwrite to replace it once all rows are done, or choose another "
                              "--output", "output_exists")
     return Target(path, False)
+
+
+def summary_path(given: str, source: str, target: Target, overwrite: bool) -> Path:
+    """Where --json-summary goes. UsageError when it would replace the input, the output, the journal or another file."""
+    if given == "-":
+        raise UsageError("--json-summary -: the summary goes to a file of its own, since standard output may hold "
+                         "rows; name one (/dev/stderr works too)")
+    path = Path(os.path.realpath(given))
+    if path.is_dir() or not path.parent.is_dir():
+        fault = "is a folder: name a file in it" if path.is_dir() else "its folder does not exist; make it first"
+        raise UsageError(f"--json-summary {given}: {fault}")
+    taken = {"the output": target.path, "the journal": None if target.path is None or target.stream else
+             target.journal({})}
+    if source != "-" and not is_url(source):
+        taken["the input"] = Path(os.path.realpath(source))
+    for what, other in taken.items():
+        if other is not None and path == other:
+            raise UsageError(f"--json-summary {given} is {what}: choose another file")
+    if path.exists() and stat.S_ISREG(path.stat().st_mode) and not overwrite:
+        raise UsageError(f"--json-summary {given} exists: use --overwrite to replace it, or choose another file",
+                         "output_exists")
+    return path

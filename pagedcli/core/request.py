@@ -51,7 +51,10 @@ def _ids(name: str, value: object) -> tuple[int, ...]:
         return ()
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
         raise invalid(name, value, "a list of token ids")
-    return tuple(_integer(name, item) for item in value)
+    ids = tuple(_integer(name, item) for item in value)
+    if any(item < 0 for item in ids):
+        raise invalid(name, min(ids), "at least 0 (a token id)")
+    return ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ def parse_row(raw: RawRow, first_line: int | None = None) -> Row:
             native.parse(row, fields)
         if first_line is not None:
             raise RequestError("duplicate_id", f"id {row.id!r} on line {row.line} was already used on line "
-                               f"{first_line}; ids must be unique")
+                               f"{first_line}; ids must be unique, and a row without one has its row number (from 0)")
     except RequestError as fault:
         row.fail(fault.code, fault.message)
     return row

@@ -359,3 +359,17 @@ def test_progress_counts_rows(console: Console, monkeypatch: pytest.MonkeyPatch)
     assert (seen[-1].rows, seen[-1].total, seen[-1].output_tokens) == (4, 4, 80)
     assert all(now.rows <= now.total == 4 for now in seen)
     assert "4/4 rows" in result.stderr
+
+
+@pytest.mark.parametrize(("given", "reason"), [
+    ("in.jsonl", "is the input"), ("in.out.jsonl", "is the output"), ("in.out.jsonl.partial", "is the journal"),
+    ("kept.json", "exists: use --overwrite"), ("-", "standard output may hold"), ("no/where.json", "does not exist"),
+    (".", "is a folder")])
+def test_a_summary_never_replaces_another_file(console: Console, given: str, reason: str) -> None:
+    kept = console.write("kept.json", b"mine")
+    data = lines({"prompt": "a"})
+    path = given if given == "-" else str(console.folder / given)
+    result, _ = console.generate(data, "--json-summary", path)
+    assert result.exit_code == 2 and reason in result.output, result.output
+    assert (console.folder / "in.jsonl").read_bytes() == data
+    assert Path(kept).read_bytes() == b"mine" and not console.engines
