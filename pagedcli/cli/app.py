@@ -38,7 +38,7 @@ COMMANDS: dict[str, Entry] = {
     "kernels": Entry("pagedcli.cli.kernels", "app", "Check and time the attention kernels."),
     "plan": Entry("pagedcli.cli.plan", "app", "Work out memory and capacity for a model and a machine."),
     "calibrate": Entry("pagedcli.cli.calibrate", "app", "Fit the cost model to measured steps."),
-    "workloads": Entry("pagedcli.cli.workloads", "app", "Make, inspect and fit request workloads."),
+    "workloads": Entry("pagedcli.cli.workloads", "app", "List the request workloads, or show the lengths of one."),
     "doctor": Entry("pagedcli.cli.doctor", "app", "Say what this machine can run."),
 }
 """Sub-commands by name; one whose module is absent from the installation is not offered."""
@@ -84,6 +84,8 @@ class LazyGroup(TyperGroup):
 def report(fault: Exception) -> int:
     """Tell the user about a fault on standard error; returns the exit status."""
     if isinstance(fault, _ClickError):
+        if isinstance(fault, typer.BadParameter):
+            name_value(fault)
         fault.show()  # type: ignore[attr-defined]  # click's own class, known only at run time
         return ExitStatus.USAGE
     if isinstance(fault, typer.Abort):
@@ -93,13 +95,32 @@ def report(fault: Exception) -> int:
         _say(fault.message)
         return fault.exit_status
     if isinstance(fault, MemoryError):
-        _say(f"this machine ran out of memory ({fault or 'no details'}); lower --kv-cache-memory or --max-num-seqs")
+        details = f" ({fault})" if str(fault) else ""
+        _say(f"this machine ran out of memory{details}; lower --num-kv-blocks, --kv-cache-memory or --max-num-seqs")
     elif isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT):
         _say(f"the disk is full: {fault}")
     else:
         _say(f"internal error: {type(fault).__name__}: {fault}; run again with --debug for the traceback, and please "
              "report it")
     return ExitStatus.CANNOT_RUN
+
+
+def name_value(fault: typer.BadParameter) -> None:
+    """Make the parser's message say which value it refused, and the environment variable where it came from one.
+
+    The parser keeps the value in the error that it wraps; an error of ours wraps none and says it all itself.
+    """
+    cause: Any = fault.__cause__
+    if fault.param is None or fault.ctx is None or not hasattr(cause, "errors"):
+        return
+    found = cause.errors()[0]
+    value, reason = found.get("input"), found["msg"].removeprefix("Value error, ")
+    if repr(value) not in reason:
+        reason = f"{value!r}: {reason}"
+    source = fault.ctx.get_parameter_source(fault.param.name or "")
+    if source is not None and source.name == "ENVIRONMENT":
+        reason += f" (from the environment variable {fault.param.envvar})"
+    fault.message = reason
 
 
 def _say(message: str) -> None:

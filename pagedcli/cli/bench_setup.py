@@ -231,7 +231,7 @@ def _simulated(setup: Setup) -> Backend:
     config = setup.config
     if "hf" in setup.experiment.policies:
         raise UsageError("--simulate has no model of hf: it runs transformers itself")
-    base = Deployment(find_hardware(setup.simulate or ""), resolve_shape(config.model.model),
+    base = Deployment(find_hardware(setup.simulate or "", "--simulate"), resolve_shape(config.model.model),
                       tensor_parallel=config.model.tensor_parallel_size, block_size=config.cache.block_size,
                       num_blocks=config.cache.num_blocks, max_positions=config.model.max_model_len)
 

@@ -15,9 +15,14 @@ PAPER_TOKEN_CAP = 2560
 """Batched tokens a step in the paper's artefact, one per running sequence plus whole prompts."""
 
 
+_OPTIONS = {"num_blocks": "num_kv_blocks", "memory": "kv_cache_memory"}
+"""Options whose names say more than their fields, which a class around them explains."""
+
+
 def _positive(name: str, value: int | None) -> None:
     if value is not None and value < 1:
-        raise UsageError(f"--{name.replace('_', '-')} = {value}: must be at least 1")
+        option = "--" + _OPTIONS.get(name, name).replace("_", "-")
+        raise UsageError(f"{option} = {value}: must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from pagedcli.core.clock import Clock, WallClock
 from pagedcli.core.config import RunConfig, SchedulerConfig
-from pagedcli.core.errors import UsageError
+from pagedcli.core.errors import CannotRunError, UsageError
 from pagedcli.engine.engine import Engine
 from pagedcli.engine.interface import Counters, Sampler, Scheduler, TextState
 from pagedcli.engine.lifecycle import Lifecycle
@@ -89,7 +89,11 @@ def _check_policy(config: RunConfig) -> None:
 def make_memory(config: RunConfig, limits: ExecutorLimits, max_len: int) -> MemoryPolicy:
     """The memory system of a config's policy, for sequences of at most `max_len` tokens."""
     _check_policy(config)
-    return _MEMORIES[config.policy](config, limits, max_len)
+    try:
+        return _MEMORIES[config.policy](config, limits, max_len)
+    except (MemoryError, OverflowError) as fault:
+        raise CannotRunError(f"{limits.num_blocks:,} KV blocks are more than this machine can keep account of; lower "
+                             "--num-kv-blocks or --kv-cache-memory", "out_of_memory") from fault
 
 
 def scheduler_settings(config: RunConfig, memory: MemoryPolicy) -> SchedulerConfig:

@@ -137,24 +137,24 @@ def known_hardware() -> Mapping[str, Hardware]:
     return _read((files("pagedcli.execution") / "hardware.toml").read_text("utf-8"), "hardware.toml")
 
 
-def find_hardware(name: str) -> Hardware:
+def find_hardware(name: str, option: str = "--hardware") -> Hardware:
     """A known device, or the only one of a TOML file such as `pagedcli calibrate` writes.
 
-    Raises UsageError that lists the names, or says what is wrong with the file.
+    Raises UsageError that lists the names, or says what is wrong with the file that `option` gave.
     """
     found = known_hardware().get(name.lower())
     if found is not None:
         return found
     path = Path(name)
     if path.suffix != ".toml":
-        raise UsageError(f"--simulate = {name!r}: no such hardware; there are {', '.join(known_hardware())}, "
+        raise UsageError(f"{option} = {name!r}: no such hardware; there are {', '.join(known_hardware())}, "
                          "or give a .toml file that `pagedcli calibrate` wrote")
     try:
         read = _read(path.read_text("utf-8"), str(path))
     except OSError as fault:
-        raise UsageError(f"--simulate {path}: cannot be read ({fault.strerror})") from fault
+        raise UsageError(f"{option} {path}: cannot be read ({fault.strerror})") from fault
     if len(read) != 1:
-        raise UsageError(f"--simulate {path}: holds {len(read)} devices, must be one table (and [default] at most)")
+        raise UsageError(f"{option} {path}: holds {len(read)} devices, must be one table (and [default] at most)")
     return next(iter(read.values()))
 
 

@@ -119,7 +119,8 @@ class KVStore:
         self.dtype = dtype
         self.size = size
         self._host: torch.Tensor | None = None
-        self.pool = self._allocate(size.num_blocks, device, pinned=False, option="--kv-cache-memory")
+        self.pool = self._allocate(size.num_blocks, device, pinned=False,
+                                   option="--num-kv-blocks or --kv-cache-memory")
 
     def copy(self, moves: Moves) -> None:
         """Copy whole blocks within the pool; all sources are read before any destination is written."""
