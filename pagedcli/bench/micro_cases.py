@@ -75,7 +75,10 @@ def quick_cases(cuda: bool) -> list[Case]:
     cases += [Case("decode", heads, 16, 512) for heads in others]
     cases += [Case("prompt", main, 4, 256), Case("prompt", main, 1, 1024), Case("chunk", main, 4, 1024)]
     cases += [Case("decode", main, 256, 512), Case("decode", main, 8, 16_384)]
-    return cases + (named_kernels(32, 1024) if cuda else [])
+    if cuda:
+        cases += [Case("prompt", HEADS["llama3-8b"], 8, 2048), Case("prompt", HEADS["opt-13b"], 1, 4096)]
+        cases += named_kernels(32, 1024)
+    return cases
 
 
 def full_cases(cuda: bool) -> list[Case]:

@@ -102,6 +102,7 @@ class CudaPath:
             forward(decoder, backend, flatten(plan, layout.block_size)).float()  # float: samplers may widen them
 
         found = room_beside(GpuMemory(self._device), cache.gpu_memory_utilization, run)
+        backend.bind(layout, pool[:1].clone())  # lets go of the trial's pool before the real one is made
         return Room(found.bytes + pool.nbytes, found.note, found.way_out)
 
     def store(self, layout: KVLayout, dtype: torch.dtype, size: PoolSize, backend: AttentionBackend) -> KVStore:

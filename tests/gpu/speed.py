@@ -87,25 +87,42 @@ def kernel_table(peak: float, budget: float) -> list[dict[str, Any]]:
     return rows
 
 
-def decode_steps(peak: float, model: str = "opt-13b", context: int = 512) -> list[dict[str, Any]]:
-    """Whole decode steps of a model with random fp16 weights against reading its weights and its KV once."""
+STEPS: tuple[tuple[int, int], ...] = ((1, 512), (8, 512), (32, 512), (64, 512), (128, 512), (256, 256))
+"""(sequences, context) of the decode steps; the last fits beside the weights at half the context."""
+
+
+def decode_steps(peak: float, model: str = "opt-13b") -> list[dict[str, Any]]:
+    """Whole decode steps of a model with random fp16 weights, from graphs and kernel by kernel, against reading its
+    weights and its KV once at the rate of a copy."""
+    from pagedcli.execution.cuda_steps import CudaSteps
     from pagedcli.execution.model_hub import resolve_model
     from pagedcli.execution.torch_executor import load_executor
     config = ModelConfig(model=model, load_format="dummy", dtype="fp16", device="cuda", attention_backend="cuda")
     executor = load_executor(resolve_model(config), config, CacheConfig(block_size=16, swap_space=0))
-    weights = torch.cuda.memory_allocated() - executor.store.pool.nbytes
+    weights = sum(value.nbytes for value in executor.decoder.module.parameters())
+    backend = executor.backend
+    assert isinstance(backend, CudaBackend)
+    by_kernel = CudaSteps(executor.decoder, backend, executor.limits, graphs=False)
+    graphed, notes = executor.steps, list(executor.info.notes)
     rows = []
-    for seqs in (1, 8, 32, 64, 128, 256):
+    for seqs, context in STEPS:
         per = context // 16
+        row: dict[str, Any] = {"model": model, "seqs": seqs, "context": context}
+        rows.append(row)
         if seqs * per > executor.limits.num_blocks:
+            row["left_out"] = f"needs {seqs * per} blocks, the pool has {executor.limits.num_blocks}"
             continue
         plan = StepPlan(slices=[Slice(s, [1], context - 1, list(range(s * per, (s + 1) * per))) for s in range(seqs)])
-        for _ in range(2):
-            executor.execute(plan)
-        seconds = statistics.median(executor.execute(plan).seconds for _ in range(7))
         kv = seqs * per * executor.limits.bytes_per_block
-        rows.append({"model": model, "seqs": seqs, "context": context, "milliseconds": round(seconds * 1e3, 2),
-                     "limit_milliseconds": round((weights + kv) / peak * 1e3, 2),
-                     "share_of_limit": round((weights + kv) / peak / seconds, 3)})
+        limit = (weights + kv) / peak
+        for name, steps in (("graph", graphed), ("by_kernel", by_kernel)):
+            executor.steps = steps
+            for _ in range(3):
+                executor.execute(plan)
+            seconds = statistics.median(executor.execute(plan).seconds for _ in range(9))
+            row[f"{name}_milliseconds"] = round(seconds * 1e3, 3)
+            row[f"{name}_share_of_limit"] = round(limit / seconds, 3)
+        row |= {"limit_milliseconds": round(limit * 1e3, 3), "weight_bytes": weights, "kv_bytes": kv}
+    rows.append({"notes": notes})
     executor.close()
     return rows

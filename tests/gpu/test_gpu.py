@@ -10,7 +10,7 @@ from tests.gpu.check import PARTS
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
 
 
-@pytest.mark.parametrize("part", ["kernel_cases", "streams", "graphs", "engine"])
+@pytest.mark.parametrize("part", ["kernel_cases", "streams", "graphs", "moves", "engine"])
 def test_part_holds_on_the_gpu(part: str) -> None:
     found = PARTS[part]()
     assert found["ok"], found
