@@ -111,13 +111,14 @@ def load(config: RunConfig, progress: Say | None = None) -> tuple[Executor, Any]
 
 
 def _load_model(config: RunConfig, progress: Say | None) -> tuple[Executor, Any]:
-    started = time.perf_counter()
     from pagedcli.execution.model_hub import resolve_model
+
+    source = resolve_model(config.model, progress)  # first, so that a wrong name is told without waiting for torch
+    resolved = time.perf_counter()
     from pagedcli.execution.tokenizer import load_tokenizer
     from pagedcli.execution.torch_executor import load_executor
 
     imported = time.perf_counter()
-    source = resolve_model(config.model, progress)
     tokenizer = load_tokenizer(source, trust_remote_code=config.model.trust_remote_code)
     executor: Executor
     if config.model.tensor_parallel_size > 1:
@@ -126,7 +127,7 @@ def _load_model(config: RunConfig, progress: Say | None) -> tuple[Executor, Any]
         executor = load_tensor_parallel(source, config.model, config.cache)
     else:
         executor = load_executor(source, config.model, config.cache, step=config.scheduler)
-    spent = {"import": imported - started, **executor.info.load_seconds}
+    spent = {"import": imported - resolved, **executor.info.load_seconds}
     executor.info = replace(executor.info, load_seconds=spent)
     return executor, tokenizer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -159,12 +160,24 @@ def _unloadable(source: ModelSource, model_type: object, fault: Exception) -> Ca
 
 def _config(source: ModelSource, raw: Mapping[str, Any], trust: bool) -> PretrainedConfig:
     if source.config is not None:
+        _check_type(source, raw)
         fields = {key: value for key, value in source.config.items() if key != "model_type"}
         return AutoConfig.for_model(raw["model_type"], **fields)
     if raw.get("auto_map") and raw.get("model_type") not in native_types() and not trust:
         raise CannotRunError(f"the model in {source.folder} comes with its own code, which runs only with "
                              "--trust-remote-code", "untrusted_code")
+    if not raw.get("auto_map"):
+        _check_type(source, raw)
     return AutoConfig.from_pretrained(source.weights_folder, trust_remote_code=trust, local_files_only=True)
+
+
+def _check_type(source: ModelSource, raw: Mapping[str, Any]) -> None:
+    """transformers' own error for an unknown type lists all the types there are."""
+    name = str(raw.get("model_type"))
+    if name not in native_types():
+        close = difflib.get_close_matches(name, native_types(), 1, 0.75)
+        raise CannotRunError(f"{source.name}: transformers {transformers.__version__} knows no model of type {name!r}"
+                             + (f"; did you mean {close[0]!r}?" if close else ""), "model_unloadable")
 
 
 def native_types() -> frozenset[str]:

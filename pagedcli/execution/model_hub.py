@@ -15,6 +15,7 @@ from urllib.request import getproxies
 
 from pagedcli.core.config import ModelConfig
 from pagedcli.core.errors import CannotRunError, PagedError, UsageError
+from pagedcli.execution.families import check_family
 from pagedcli.execution.gguf_cache import converted_folder
 from pagedcli.execution.shapes import SHAPES, find_shape, read_config
 
@@ -60,9 +61,19 @@ def resolve_model(config: ModelConfig, progress: Progress | None = None) -> Mode
     """Find `config.model`, converting a GGUF file when needed (`progress` gets a line before slow work).
 
     Tried in order: a path on disk; with dummy weights a named shape; a short name; the local Hugging Face cache;
-    the hub. Raises CannotRunError or UsageError that say what was tried and the way out.
+    the hub. Raises CannotRunError or UsageError that say what was tried and the way out; a config.json that cannot be
+    read, names no type or one that cannot run is refused here, before anything heavy is imported.
     """
-    say = progress or (lambda line: None)
+    source = _find(config, progress or (lambda line: None))
+    raw = source.read_config()
+    if not isinstance(raw.get("model_type"), str) and not raw.get("auto_map"):
+        raise CannotRunError(f'{source.name}: its config.json has no "model_type", which says what kind of model it is',
+                             "bad_model_file")
+    check_family(raw)
+    return source
+
+
+def _find(config: ModelConfig, say: Progress) -> ModelSource:
     path = Path(config.model).expanduser()
     if config.load_format == "dummy":
         return _dummy(config.model, path)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagedcli.core.errors import UsageError
+from pagedcli.core.errors import CannotRunError, UsageError
 
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 OPT_POSITION_OFFSET = 2
@@ -213,14 +213,15 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The config.json at `path` (a file or a folder that holds one). UsageError when it is not a JSON object."""
+    """The config.json at `path` (a file or a folder that holds one). CannotRunError when it is not a JSON object."""
     file = path / "config.json" if path.is_dir() else path
     try:
         value = json.loads(file.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as fault:
-        raise UsageError(f"cannot read the model config {file}: {fault}") from fault
+        raise CannotRunError(f"cannot read the model config {file}: {fault}", "bad_model_file") from fault
     if not isinstance(value, dict):
-        raise UsageError(f"the model config {file} holds a {type(value).__name__}, not a JSON object")
+        raise CannotRunError(f"the model config {file} holds a {type(value).__name__}, not a JSON object",
+                             "bad_model_file")
     return value
 
 

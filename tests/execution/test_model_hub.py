@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -30,6 +32,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # as on a machine that may try
     monkeypatch.setenv("PAGEDCLI_CACHE", str(tmp_path / "cache"))
 
 
@@ -126,6 +129,44 @@ def test_an_unknown_type_and_torn_weights_are_one_message(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text('{"model_type": "homemade"}')
     with pytest.raises(CannotRunError, match="homemade"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("{", "cannot read the model config"), ("[1]", "holds a list"), ("{}", 'has no "model_type"'),
+    ('{"model_type": "bert"}', "cannot run on a paged KV cache"), ("\xff", "cannot read the model config")])
+def test_bad_configs_are_refused_on_finding_the_model(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    for fields in ({}, {"load_format": "dummy"}):
+        fault = fault_of(str(tmp_path), **fields)
+        assert isinstance(fault, CannotRunError) and says in fault.message
+
+
+def test_an_unknown_type_is_named_without_a_list_of_all(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "lama"}')
+    with pytest.raises(CannotRunError, match="no model of type 'lama'; did you mean 'llama'") as fault:
+        load(tmp_path)
+    assert len(fault.value.message) < 200
+
+
+def test_wrong_names_are_told_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for name in (str(tmp_path / "none"), str(tmp_path / "empty"), "nonsense", str(tmp_path / "none.gguf")):
+        code = f"""
+import sys
+from pagedcli.core.config import ModelConfig, RunConfig
+from pagedcli.core.errors import CannotRunError
+from pagedcli.engine.build import build_engine
+try:
+    build_engine(RunConfig(ModelConfig({name!r})))
+except CannotRunError:
+    heavy = sorted({{"torch", "transformers", "numba"}} & set(sys.modules))
+    sys.exit(", ".join(heavy) or 0)
+sys.exit("not refused")
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, ""), name
 
 
 def test_dummy_models_by_name_and_by_config(tmp_path: Path) -> None:

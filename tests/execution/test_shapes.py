@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pagedcli.core.errors import UsageError
+from pagedcli.core.errors import CannotRunError, UsageError
 from pagedcli.execution.shapes import SHAPES, find_shape, resolve_shape, shape_from_config
 
 
@@ -56,7 +56,7 @@ def test_configs_from_disk_and_their_faults(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="num_attention_heads or n_head"):
         resolve_shape(str(file))
     file.write_text("[1]")
-    with pytest.raises(UsageError, match="list"):
+    with pytest.raises(CannotRunError, match="list"):
         resolve_shape(str(file))
     with pytest.raises(UsageError, match="opt-13b"):
         resolve_shape("opt-14b")
