@@ -12,6 +12,7 @@ import typer
 from pagedcli.cli.bench_setup import BENCH_OPTIONS, Backend, Setup, load_backend, load_work, read_setup
 from pagedcli.cli.bench_view import live, print_results, run_line
 from pagedcli.cli.environment import Environment, environment_of
+from pagedcli.cli.help_text import GroupedHelp
 from pagedcli.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, with_options
 from pagedcli.cli.ranks import leading_ranks
 from pagedcli.core.errors import ExitStatus, UsageError
@@ -25,7 +26,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptio
                   context_settings={"help_option_names": ["-h", "--help"]})
 
 
-@app.command()
+@app.command(cls=GroupedHelp)
 @with_options(*BENCH_OPTIONS, *ENGINE_OPTIONS, *SAMPLING_OPTIONS, config_file=True)
 def bench(
     context: typer.Context,

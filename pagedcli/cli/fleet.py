@@ -7,9 +7,8 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from typer.core import TyperCommand
-
 from pagedcli.cli.environment import Environment
+from pagedcli.cli.help_text import GroupedHelp
 from pagedcli.cli.render import progress_bar
 from pagedcli.cli.running import Stopwatch, stopping_on_signals
 from pagedcli.core.config import RunConfig
@@ -40,7 +39,7 @@ class Ran:
     notes: tuple[str, ...]
 
 
-class RayCommand(TyperCommand):
+class RayCommand(GroupedHelp):
     """Lets --ray stand without an address, which means a cluster of this job's own on this machine."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

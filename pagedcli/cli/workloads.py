@@ -68,11 +68,12 @@ def _print_list(rows: list[dict[str, Any]]) -> None:
                   highlight=False)
     table = Table(pad_edge=False)
     for column in ("workload", "prompt mean", "median", "p99", "output mean", "median", "p99", "found here"):
-        table.add_column(column, justify="left" if column in ("workload", "found here") else "right")
+        table.add_column(column, justify="left" if column in ("workload", "found here") else "right",
+                         no_wrap=column == "workload")
     for row in rows:
         shipped = row["shipped"]
         cells = [_short(shipped[side][key]) for side in ("prompt", "output") for key in ("mean", "median", "p99")]
-        table.add_row(row["name"], *cells, "Hugging Face cache" if row["cached"] else "synthetic set only")
+        table.add_row(row["name"], *cells, "cached" if row["cached"] else "shipped")
     console.print(table)
     for row in rows:
         console.print(f"  [bold]{row['name']}[/bold]  {row['title']}. {row['about']}\n    {row['shipped']['source']}",

@@ -90,3 +90,25 @@ def test_values_that_do_not_parse_are_named(console: Console, words: tuple[str, 
     done = console("generate", "x.jsonl", *words)
     assert done.exit_code == 2 and says in done.stderr, done.stderr
     assert ("environment" in done.stderr) == bool(variables)
+
+
+@pytest.mark.parametrize("command", ["generate", "bench"])
+def test_help_shows_every_name_in_full_on_eighty_columns(console: Console, command: str,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    done = console(command, "--help")
+    entry = COMMANDS[command]
+    names = set(_options(typer.main.get_command(getattr(importlib.import_module(entry.module), entry.attribute))))
+    shown = set(re.findall(r"(?<!\S)(-[\w-]+)(?=[\s,]|$)", done.stdout))
+    assert names - {"INPUT", "input"} <= shown and "\u2026" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80 and "Sampling (a row's own fields win):" in done.stdout
+
+
+def test_workloads_are_listed_in_full_on_eighty_columns(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagedcli.workloads import specs
+
+    monkeypatch.setenv("COLUMNS", "80")
+    done = console("workloads")
+    table = done.stdout.split("\u2514")[0]
+    assert done.exit_code == 0 and "\u2026" not in table
+    assert all(re.search(rf"\u2502 ?{name} ", table) for name in specs())
