@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
+from pagedcli.cli.known import CONFIGURED, option_names, suggestion
 from pagedcli.core.errors import UsageError
 
 _NEVER = {"config", "context", "input"}
@@ -53,14 +53,25 @@ def read_config(path: str, command: str, kinds: Mapping[str, Any]) -> dict[str, 
         raise UsageError(f"--config {path} is not TOML: {fault}") from fault
     values: dict[str, Any] = {}
     tables = {name for name, value in table.items() if isinstance(value, dict) and _name(name) not in kinds}
+    for name in sorted(tables - {command}):
+        _check_table(path, name, table[name])
     own = table[command] if command in tables else {}
     for name, value in [*((name, value) for name, value in table.items() if name not in tables), *own.items()]:
         if _name(name) not in kinds:
-            close = difflib.get_close_matches(_name(name), kinds, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise UsageError(f"--config {path}: {command} has no option {name!r}{hint}")
+            raise UsageError(f"--config {path}: {command} has no option {name!r}{suggestion(_name(name), kinds)}")
         values[_name(name)] = _convert(path, name, value, kinds[_name(name)])
     return values
+
+
+def _check_table(path: str, name: str, values: Mapping[str, Any]) -> None:
+    """A table of another command counts for nothing now, but a misspelt one would count for nothing ever."""
+    if name not in CONFIGURED:
+        raise UsageError(f"--config {path}: no table [{name}]{suggestion(name, CONFIGURED)} (there are "
+                         f"{' and '.join(f'[{each}]' for each in CONFIGURED)}, by the commands' names)")
+    known = option_names(name) - _NEVER
+    for key in values:
+        if _name(key) not in known:
+            raise UsageError(f"--config {path}: [{name}] has no option {key!r}{suggestion(_name(key), known)}")
 
 
 def _name(key: str) -> str:

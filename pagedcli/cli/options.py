@@ -18,11 +18,11 @@ import typer
 
 from pagedcli.cli.config_file import config_parameter
 from pagedcli.cli.environment import environment_of
+from pagedcli.cli.known import PREFIX, check_variables
 from pagedcli.core.config import CacheConfig, ModelConfig, RunConfig, SchedulerConfig
 from pagedcli.core.errors import UsageError
 from pagedcli.core.request import SamplingParams
 
-PREFIX = "PAGEDCLI_"
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
 
@@ -148,6 +148,7 @@ def with_options(*options: Option, config_file: bool = False) -> Callable[[Calla
             values.pop("config", None)
             given = {name: values.pop(name) for name in known}
             variables = environment_of(context).variables
+            check_variables(variables)
             for option in options:
                 if option.many:
                     given[option.name] = _many(option, context, given[option.name], variables)

@@ -124,6 +124,11 @@ def test_early_stopping_words(console: Console) -> None:
 
 @pytest.mark.parametrize(("text", "words"), [
     (b"temprature = 1", "no option 'temprature'; did you mean 'temperature'"),
+    (b"[generate]\nmax_tokns = 1", "no option 'max_tokns'; did you mean 'max_tokens'"),
+    (b"[gnerate]\nmax_tokens = 1", "no table [gnerate]; did you mean 'generate'?"),
+    (b"[plan]\nmodel = 1", "no table [plan] (there are [generate] and [bench]"),
+    (b"[bench]\nmax_tokns = 1", "[bench] has no option 'max_tokns'; did you mean 'max_tokens'"),
+    (b"input = 1", "generate has no option 'input'\n"),
     (b"max-tokens = 1.5", "max-tokens = 1.5: must be an integer"),
     (b'max-tokens = "7"', "must be an integer"),
     (b"max-tokens = true", "must be an integer"),
@@ -142,3 +147,26 @@ def test_wrong_variables(console: Console) -> None:
         console.variables = {name: value}
         result, _ = console.generate(lines({"prompt": "a"}))
         assert result.exit_code == 2 and (value in result.stderr or "--max-tokens" in result.stderr)
+
+
+def test_a_table_of_another_command_is_passed_over(console: Console) -> None:
+    text = b"max-tokens = 3\n[bench]\nrate = 2\nnum-requests = 5\n"
+    assert sampled(console, "--config", console.write("c.toml", text)) == {"max_tokens": 3}
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("PAGEDCLI_MAXTOKENS", "PAGEDCLI_MAXTOKENS is no setting of pagedcli; did you mean 'PAGEDCLI_MAX_TOKENS'?"),
+    ("PAGEDCLI_INPUT", "PAGEDCLI_INPUT is no setting"), ("PAGEDCLI_QQQ", "is no setting of pagedcli: unset it"),
+    ("PAGEDCLI_", "is no setting")])
+def test_unknown_variables_are_refused(console: Console, name: str, says: str) -> None:
+    console.variables = {name: "1"}
+    result, _ = console.generate(lines({"prompt": "a"}))
+    assert result.exit_code == 2 and says in result.stderr
+
+
+def test_variables_of_other_commands_and_of_caches_are_known(console: Console) -> None:
+    console.variables = {"PAGEDCLI_FIND_CAPACITY": "1", "PAGEDCLI_LATENCY_LIMIT": "1", "PAGEDCLI_GOODPUT": "ttft:1",
+                         **{f"PAGEDCLI_{name}": "1" for name in ("CACHE", "CUDA_CACHE", "DEBUG", "EMULATOR_CACHE",
+                                                                 "FUZZ_JOBS")}}
+    result, _ = console.generate(lines({"prompt": "a"}))
+    assert result.exit_code == 0, result.output
