@@ -33,7 +33,8 @@ def main() -> None:
         run(sys.executable, "-m", "venv", str(folder / "env"), cwd=folder)
         python = folder / "env" / "bin" / "python"
         run(str(python), "-m", "pip", "install", "--quiet", "--no-deps", str(wheel), cwd=folder)
-        site = Path(run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
+        where = run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder)
+        site = Path(where.strip())
         # A plain path line, unlike site.addsitedir, does not follow the .pth file of an editable install.
         (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
         env = {**os.environ, "PYTHONNOUSERSITE": "1"}

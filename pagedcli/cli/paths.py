@@ -73,7 +73,7 @@ def find_target(source: str, output: str | None, overwrite: bool) -> Target:
 
 
 def summary_path(given: str, source: str, target: Target, overwrite: bool) -> Path:
-    """Where --json-summary goes. UsageError when it would replace the input, the output, the journal or another file."""
+    """Where --json-summary goes. UsageError when it would replace the input, the output, the journal or any file."""
     if given == "-":
         raise UsageError("--json-summary -: the summary goes to a file of its own, since standard output may hold "
                          "rows; name one (/dev/stderr works too)")
