@@ -32,16 +32,18 @@ class Capacity:
     """The answer for one limit. The true value lies between `rate` (held) and `above` (did not), requests/s.
 
     `rate` is 0 when even the lowest rate tried was over the limit; `above` is inf when the highest one held.
+    `too_few`: at `rate` the requests arrived all but at once, so that no queue could build up: it is no capacity.
     """
 
     limit: float
     rate: float
     above: float
     probes: tuple[Probe, ...]
+    too_few: bool = False
 
     @property
     def bracketed(self) -> bool:
-        return self.rate > 0 and math.isfinite(self.above)
+        return self.rate > 0 and math.isfinite(self.above) and not self.too_few
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +63,23 @@ class Search:
             raise UsageError(f"capacity probes = {self.max_probes}: must be at least 2")
 
 
-def find_capacity(measure: Measure, limits: Sequence[float] = LIMITS, search: Search | None = None) -> list[Capacity]:
+def find_capacity(measure: Measure, limits: Sequence[float] = LIMITS, search: Search | None = None,
+                  at_once: Callable[[float], bool] = lambda rate: False) -> list[Capacity]:
     """Capacity at each limit (s/token), in the order given. Runs already made serve the later limits too.
+
+    `at_once` says of a rate measured before whether its arrivals took no time to speak of beside serving them. A
+    higher rate would then be served just the same, and the search ends.
 
     A rate holds when its latency is at or below the limit. Latency is taken to grow with the rate; with noise a lower
     rate may fail where a higher one held, and the result is then the lower end (no rate above a failed one is trusted).
     """
     search = search or Search()
     known: dict[float, float] = {}
-    return [_one_limit(measure, limit, search, known) for limit in limits]
+    return [_one_limit(measure, limit, search, known, at_once) for limit in limits]
 
 
-def _one_limit(measure: Measure, limit: float, search: Search, known: dict[float, float]) -> Capacity:
+def _one_limit(measure: Measure, limit: float, search: Search, known: dict[float, float],
+               at_once: Callable[[float], bool]) -> Capacity:
     if not limit > 0:
         raise UsageError(f"latency limit = {limit} s/token: must be above 0")
     runs = 0
@@ -86,6 +93,8 @@ def _one_limit(measure: Measure, limit: float, search: Search, known: dict[float
         low, high = bounds()
         if low == 0.0 and math.isinf(high):
             rate = search.start
+        elif math.isinf(high) and at_once(low):
+            break
         elif math.isinf(high):
             rate = low * 2
         elif low == 0.0:
@@ -97,4 +106,5 @@ def _one_limit(measure: Measure, limit: float, search: Search, known: dict[float
         known[rate] = measure(rate)
         runs += 1
     low, high = bounds()
-    return Capacity(limit, low, high, tuple(Probe(rate, known[rate]) for rate in sorted(known)))
+    return Capacity(limit, low, high, tuple(Probe(rate, known[rate]) for rate in sorted(known)),
+                    low > 0 and at_once(low))

@@ -27,6 +27,8 @@ from pagedcli.workloads import Poisson
 _SLO = re.compile(r"\s*(?:(mean|median|p\d{1,2}(?:\.\d+)?)_)?(normalized_latency|ttft|tpot|itl|e2el)\s*<=?\s*"
                   r"([0-9.eE+-]+)\s*(ms|s)?\s*")
 DEGREES = (1, 2, 4, 8)
+LEAST_LENGTHS = 100
+"""Fewest lengths to plan by: the mean of so many of ShareGPT's outputs has a standard error of 8 % of it."""
 _TOLERANCE = 0.08
 _LEAST_LATENCY = 1e-9
 _LIGHT = 0.004  # share of the saturated throughput that is taken for "alone"
@@ -76,8 +78,9 @@ class Slo:
 class Plan:
     """One way to serve. `rate` is 0 when even a request alone misses the target or nothing fits (`why`).
 
-    `batch`: mean sequences in a step; `pool_blocks` of the KV pool; `tokens_per_s`: output tokens a second at `rate`;
-    `dollars_per_million`: price of a million output tokens, NaN without a price.
+    `batch`: mean sequences in a step; `pool_blocks` of the KV pool; `tokens_per_s`: output tokens delivered at `rate`
+    over the run's time, from its start to the last token; `dollars_per_million`: price of a million output tokens, NaN
+    without a price.
     """
 
     hardware: str
@@ -105,6 +108,11 @@ class Question:
     chunked_prefill: bool = True
     max_num_seqs: int = 256
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.lengths) < LEAST_LENGTHS:
+            raise UsageError(f"{len(self.lengths)} requests say too little of a workload's lengths to plan for it: at "
+                             f"least {LEAST_LENGTHS} are needed (--num-requests, or a longer trace)")
 
     def requests(self, rate: float, count: int) -> list[Request]:
         """`count` requests at a rate, requests/s; inf: all at once."""
@@ -161,7 +169,7 @@ class Option:
         output = sum(record.output_tokens for record in best.completed)
         waste = waste_means(best.steps)
         price = question.prices.get(self.hardware.name, math.nan)
-        tokens = rate * output / max(len(best.completed), 1)
+        tokens = output / max(max(record.finish or 0.0 for record in best.completed), 1e-9)
         return replace(base, rate=rate, batch=float(best.steps.column("running").mean()), pool_blocks=blocks,
                        pool_use=1.0 - (waste["free"] or 0.0), tokens_per_s=tokens,
                        dollars_per_million=price * self.devices / 3600 / tokens * 1e6)

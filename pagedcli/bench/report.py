@@ -86,9 +86,13 @@ def remarks(results: Results) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
+TOO_FEW = "unknown: too few requests"
+
+
 def capacity_rows(results: Results) -> list[dict[str, Any]]:
     """Capacity as texts."""
-    return [{"policy": str(item["policy"]), "limit": float(item["limit"]), "rate": significant(item["rate"]),
+    return [{"policy": str(item["policy"]), "limit": float(item["limit"]),
+             "rate": TOO_FEW if item.get("too_few_requests") else significant(item["rate"]),
              "above": significant(item["above"]) if item.get("above") is not None else "none tried"}
             for item in results.capacity]
 

@@ -19,6 +19,9 @@ from pagedcli.workloads.arrivals import Arrivals, TraceTimes, make_arrivals
 from pagedcli.workloads.spec import TraceRequest, Workload
 from pagedcli.workloads.tokens import Encode, token_ids
 
+AT_ONCE = 0.1
+"""Share of a run's time below which the arrivals of all requests count as one moment."""
+
 
 class Runner(Protocol):
     """Serves one run from cold: a fresh engine (or the like), warmed up, its prefix cache empty."""
@@ -152,13 +155,18 @@ class Session:
         """Capacity of one policy at every limit; its probes join the runs of the session."""
         limits = self.experiment.limits
 
+        spans: dict[float, float] = {}  # rate -> share of the run in which requests arrived
+
         def measure(rate: float) -> float:
-            figures = self.run(policy, rate, observer=observer, stop_latency=max(limits)).figures
+            run = self.run(policy, rate, observer=observer, stop_latency=max(limits))
+            figures, arrivals = run.figures, run.requests["arrival"]
+            spans[rate] = float(max(arrivals) - min(arrivals)) / max(figures["duration"], 1e-9)
             latency = figures["normalized_latency_s"]
             return math.inf if figures["stopped"] or latency is None else float(latency)
 
-        found = find_capacity(measure, limits, self.experiment.search)
+        found = find_capacity(measure, limits, self.experiment.search, lambda rate: spans[rate] < AT_ONCE)
         self.capacity += [{"policy": policy, "limit": item.limit, "rate": item.rate, "above": finite(item.above),
+                           "too_few_requests": item.too_few,
                            "probes": [[p.rate, finite(p.latency)] for p in item.probes]} for item in found]
         return found
 

@@ -54,6 +54,21 @@ def test_capacity_of_a_queue_is_its_service_rate():
     assert (Poisson(2.0).deadlines(50, 7) * 2.0 == pytest.approx(Poisson(5.0).deadlines(50, 7) * 5.0))
 
 
+def test_doubling_ends_where_all_requests_arrive_at_once():
+    asked: list[float] = []
+
+    def flat(rate: float) -> float:
+        asked.append(rate)
+        return 0.03
+
+    one, two = find_capacity(flat, (0.5, 1.0), Search(), at_once=lambda rate: rate >= 8)
+    assert asked == [1.0, 2.0, 4.0, 8.0]
+    assert one.too_few and two.too_few and not one.bracketed
+    # Where a higher rate fails before arrivals are at once, the answer is one.
+    found, = find_capacity(lambda rate: rate, (6.0,), Search(), at_once=lambda rate: rate >= 8)
+    assert found.bracketed and not found.too_few
+
+
 def test_bad_searches_are_named():
     with pytest.raises(UsageError, match="0"):
         find_capacity(lambda rate: 1.0, (0.0,))

@@ -32,8 +32,15 @@ def test_a_faster_device_serves_more_at_the_price_asked() -> None:
     small, large = (Option(question, find_hardware(name), 1, "paged").solve() for name in ("l4", "h100-80gb"))
     assert 0 < small.rate * 2 < large.rate
     assert small.dollars_per_million == pytest.approx(1.0 / 3600 / small.tokens_per_s * 1e6)
-    assert small.tokens_per_s == pytest.approx(small.rate * sum(o for _, o in LENGTHS) / len(LENGTHS))
+    # Delivered over the run, which ends with the last answers: a little below what arrives, never above.
+    arriving = small.rate * sum(o for _, o in LENGTHS) / len(LENGTHS)
+    assert 0.7 * arriving < small.tokens_per_s < 1.02 * arriving
     assert large.estimate and large.pool_blocks > small.pool_blocks
+
+
+def test_too_few_lengths_are_refused() -> None:
+    with pytest.raises(UsageError, match="20 requests .* at least 100"):
+        Question(SHAPES["llama3-8b"], LENGTHS[:20], (Slo.parse("normalized_latency<0.2"),), {})
 
 
 def test_reserving_memory_serves_less() -> None:

@@ -103,6 +103,15 @@ def test_capacity_is_found_and_written(tmp_path: Path):
     assert "capacity" in done.output
 
 
+def test_too_few_requests_show_no_capacity(tmp_path: Path):
+    done = invoke("bench", *SIMULATED, "--num-requests", "8", "--find-capacity", "--results", str(tmp_path), "--name",
+                  "few")
+    assert done.exit_code == 0 and "8 requests" in done.output and "raise --num-requests" in done.output
+    found = summary(tmp_path / "few")
+    assert all(item["too_few_requests"] for item in found["capacity"]) and len(found["runs"]) < 10
+    assert "unknown: too few requests" in (tmp_path / "few" / "report.md").read_text()
+
+
 @pytest.mark.parametrize("words, says", [
     (("--rate", "0"), "--rate"), (("--rate", "fast"), "--rate"), (("--policy", "magic"), "magic"),
     (("--baseline", "paged"), "once"), (("--goodput", "speed:1"), "ttft:MS"), (("--steps-between", "9:3"), "9:3"),
