@@ -210,14 +210,15 @@ def _serve_one(environment: Environment, plan: Plan, source: InputRows, scan: Sc
 
 
 def _nothing_run(plan: Plan, journal: Journal, watch: Stopwatch) -> Summary:
-    """Every row was in the journal already, so no model was loaded."""
+    """Every row was in the journal already, or there is none, so no model was loaded."""
     from pagedcli.generate.summary import Summary
 
+    why = "all rows were done already" if journal.rows else "the input has no rows"
     signature = {"version": __version__, "policy": plan.config.policy, "seed": plan.config.seed,
                  **(journal.ran_on or {}), "sampling": dict(plan.sampling)}
     return Summary(rows=journal.rows, good=journal.rows - journal.failed, failed=journal.failed,
                    resumed=journal.resumed, seconds=watch.seconds({}), signature=signature,
-                   peak_memory_bytes=_peak_memory(), notes=("all rows were done already; nothing was generated",))
+                   peak_memory_bytes=_peak_memory(), notes=(f"{why}; nothing was generated",))
 
 
 def _publish(environment: Environment, target: Target, journal: Journal) -> None:

@@ -162,6 +162,7 @@ def test_the_queue_is_bounded(console: Console) -> None:
 def test_empty_file(console: Console) -> None:
     result, rows = console.generate(b"\n\n")
     assert result.exit_code == 0 and rows == [] and console.output().read_bytes() == b""
+    assert "the input has no rows; nothing was generated" in result.stderr and "already" not in result.stderr
     assert console.engines == []
 
 
