@@ -11,7 +11,10 @@ import typer
 from pagedcli.core.errors import ExitStatus, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pagedcli.bench.compare import Comparison, Row
+    from pagedcli.bench.storage import Results
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
                   context_settings={"help_option_names": ["-h", "--help"]})
@@ -46,9 +49,16 @@ def compare(
     from pagedcli.bench.storage import read_side
 
     options = CompareOptions(confidence, seed, against, same_machine, _share(run_noise))
-    found = run(read_side(a), read_side(b), [Gate.parse(text) for text in max_regress or []], options)
-    _print(found, every)
+    left, right = read_side(a), read_side(b)
+    found = run(left, right, [Gate.parse(text) for text in max_regress or []], options)
+    _print(found, every, f"A is {_made(left)}, B is {_made(right)}")
     raise typer.Exit(ExitStatus.ROW_ERRORS if found.regressed else ExitStatus.OK)
+
+
+def _made(side: Sequence[Results]) -> str:
+    """Whether the figures of a side come from runs of a model or from a simulation."""
+    simulated = {bool(run.figures.get("simulated")) for results in side for run in results.runs}
+    return "simulated" if simulated == {True} else "measured" if simulated == {False} else "partly simulated"
 
 
 def _share(text: str) -> float:
@@ -58,7 +68,7 @@ def _share(text: str) -> float:
         raise UsageError(f"--run-noise {text!r}: must be a share such as 3%") from None
 
 
-def _print(found: Comparison, every: bool) -> None:
+def _print(found: Comparison, every: bool, made: str) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -67,6 +77,7 @@ def _print(found: Comparison, every: bool) -> None:
     from pagedcli.bench.tables import significant
 
     console = Console(highlight=False, width=None if Console().is_terminal else 150)
+    console.print(Text(made))
     for warning in found.warnings:
         console.print(Text(f"note: {warning}"))
     table = Table(pad_edge=False, title=f"B against A, {found.level:.0%} confidence; + is worse", title_justify="left")
@@ -77,7 +88,10 @@ def _print(found: Comparison, every: bool) -> None:
             cells = (row.policy, rate_text(row.rate), row.metric.name, significant(row.a), significant(row.b),
                      _change(row, row.change), _interval(row), _evidence(row), _verdict(row))
             table.add_row(*map(Text, cells), style="bold red" if row.failed else None)
-    console.print(table)
+    if table.row_count:
+        console.print(table)
+    if not found.lost and not any(row.change for row in found.rows):
+        console.print(Text(f"nothing changed: all {len(found.rows)} figures are equal in A and B"))
     for policy, rate, was, now in found.lost:
         console.print(Text(f"{policy}, {rate_text(rate)}: {now} requests failed in B, {was} in A"))
     if found.gated:

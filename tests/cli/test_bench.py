@@ -73,6 +73,12 @@ def test_simulated_sessions_repeat_exactly(simulated: Path):
     assert "no regression" in done.output
 
 
+def test_equal_results_are_said_to_be_equal(simulated: Path):
+    done = invoke("compare", str(simulated / "a"), str(simulated / "b"))
+    assert done.exit_code == 0 and "A is simulated, B is simulated" in done.output
+    assert "nothing changed: all " in done.output and "verdict" not in done.output
+
+
 def test_a_slower_result_fails_the_gate(simulated: Path, tmp_path: Path):
     slow = tmp_path / "slow"
     slow.mkdir()
@@ -84,7 +90,8 @@ def test_a_slower_result_fails_the_gate(simulated: Path, tmp_path: Path):
             run["normalized_latency_s"] *= 1.08
     (slow / "summary.json").write_text(json.dumps(found))
     gate = ("compare", str(simulated / "a"), str(slow), "--max-regress")
-    assert invoke(*gate, "normalized_latency=5%").exit_code == 1
+    worse = invoke(*gate, "normalized_latency=5%")
+    assert worse.exit_code == 1 and "nothing changed" not in worse.output
     assert invoke(*gate, "normalized_latency=10%").exit_code == 0
     assert invoke("compare", str(slow), str(simulated / "a"), "--max-regress", "normalized_latency=5%").exit_code == 0
 
