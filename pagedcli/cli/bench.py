@@ -95,8 +95,8 @@ def _run(environment: Environment, setup: Setup, session: Session) -> None:
                 found = session.find_capacity(policy, observer)
             for item in found:
                 if item.too_few:
-                    environment.say(f"{policy}: {len(session.requests)} requests are served at {item.limit:g} s/token or "
-                                    "less even when they arrive all but at once, so they are too few to show a "
+                    environment.say(f"{policy}: {len(session.requests)} requests are served at {item.limit:g} s/token "
+                                    "or less even when they arrive all but at once, so they are too few to show a "
                                     "capacity: raise --num-requests")
                     continue
                 environment.say(f"{policy}: {item.rate:.3g} req/s at {item.limit:g} s/token or less "

@@ -39,7 +39,7 @@ def test_a_faster_device_serves_more_at_the_price_asked() -> None:
 
 
 def test_too_few_lengths_are_refused() -> None:
-    with pytest.raises(UsageError, match="20 requests .* at least 100"):
+    with pytest.raises(UsageError, match=r"20 requests .* at least 100"):
         Question(SHAPES["llama3-8b"], LENGTHS[:20], (Slo.parse("normalized_latency<0.2"),), {})
 
 
