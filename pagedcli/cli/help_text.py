@@ -7,6 +7,8 @@ from typing import Any
 from typer.core import TyperCommand
 
 _GENERAL = "Options"
+_HELD = "\N{NON-BREAKING HYPHEN}"
+"""Stands for - while lines are broken, so that no name is cut at one."""
 
 
 class GroupedHelp(TyperCommand):
@@ -22,9 +24,12 @@ class GroupedHelp(TyperCommand):
             record = param.get_help_record(ctx)
             if record is not None:
                 kind = "Arguments" if param.param_type_name == "argument" else _GENERAL
-                groups.setdefault(getattr(param, "rich_help_panel", None) or kind, []).append(record)
+                name, text = record
+                groups.setdefault(getattr(param, "rich_help_panel", None) or kind, []).append(
+                    (name, text.replace("-", _HELD)))
         last = groups.pop(_GENERAL, [])
         for heading, records in [*groups.items(), (_GENERAL, last)]:
             if records:
                 with formatter.section(heading):
                     formatter.write_dl(records)
+        formatter.buffer[:] = [part.replace(_HELD, "-") for part in formatter.buffer]

@@ -101,6 +101,7 @@ def test_help_shows_every_name_in_full_on_eighty_columns(console: Console, comma
     names = set(_options(typer.main.get_command(getattr(importlib.import_module(entry.module), entry.attribute))))
     shown = set(re.findall(r"(?<!\S)(-[\w-]+)(?=[\s,]|$)", done.stdout))
     assert names - {"INPUT", "input"} <= shown and "\u2026" not in done.stdout
+    assert not re.search(r"--[\w-]*-$", done.stdout, re.MULTILINE), "a name is broken over two lines"
     assert max(map(len, done.stdout.splitlines())) <= 80 and "Sampling (a row's own fields win):" in done.stdout
 
 
