@@ -14,7 +14,7 @@ from pagedcli.bench.paper_setup import PLACES, SYSTEMS, Run, paper_figures
 from pagedcli.bench.paper_targets import LIMIT, PANELS, Target, find_rate, target_of
 
 _ISOLATED = 100.0
-_FEW = 100
+_FEW = 50
 _ENOUGH = 2000
 _MOST_DRAWS = 11
 _CLIP = 1.1
@@ -107,7 +107,7 @@ def fig12(figure: str, setting: Setting) -> Outcome:
     return Outcome(figure, f"Figure {figure[3:]}: {model.upper()}, {workload}", tuple(cells), (panel,), (
         setting.source.describe(workload),
         "rates are compared at 0.5 s/token, or at the highest latency plotted where a printed curve ends below",
-        "points of fewer than 2,000 requests are medians over up to 11 draws; where the paper had fewer than 100, low "
+        "points of fewer than 2,000 requests are medians over up to 11 draws; where the paper had fewer than 50, low "
         "load is requests served alone"))
 
 
