@@ -293,7 +293,7 @@ def test_rows_are_matched_to_slices():
 def test_fields_are_checked_against_the_vocabulary():
     sampler = TorchSampler()
     sampler.check(sequence(logit_bias={19: 1}, stop_token_ids=[0]).group.request, 20)
-    for fields, words in (({"logit_bias": {20: 1}}, "token 20"), ({"stop_token_ids": [-1]}, "token -1"),
+    for fields, words in (({"logit_bias": {20: 1}}, "token 20"), ({"stop_token_ids": [-1]}, "at least 0"),
                           ({"bad_words": ["x"]}, "tokenizer"), ({"stop": "x"}, "tokenizer")):
         with pytest.raises(RequestError, match=words):
             sampler.check(sequence(**fields).group.request, 20)
