@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -65,7 +66,7 @@ def main() -> None:
         out = [(block, place) for place, block in enumerate(blocks)]
         back = [(place, block) for block, place in out]
 
-        def swap(store=store, out=out, back=back) -> None:  # type: ignore[no-untyped-def]
+        def swap(store: Any = store, out: Any = out, back: Any = back) -> None:
             store.swap_out(out)
             store.swap_in(back)
 
