@@ -74,18 +74,23 @@ def serve_fleet(environment: Environment, choice: FleetChoice, config: RunConfig
     """Run all rows on replicas. Raises PagedError; the journal then holds the rows that finished."""
     from pagedcli.generate.fleet import FleetJob
     from pagedcli.generate.ray_crew import RayCrew
+    from pagedcli.generate.reader import RowReader, driver_reader
+    from pagedcli.generate.replica import Ready
 
     say = (lambda line: None) if quiet else environment.say
+    def reading(ready: Ready) -> RowReader:
+        assert ready.limits is not None, "it has started"
+        return driver_reader(config, sampling, shared_prefix, source, scan, journal, ready.limits)
+
     say(f"starting Ray ({choice.address})")
     with closing(RayCrew(choice.address, choice.replicas, config, sampling, shared_prefix)) as crew:
         watch.lap("build")
         with progress_bar(environment, interactive) as observer:
-            job = FleetJob(source, scan, crew, crew.replicas, journal, observer, say)
+            job = FleetJob(source, scan, crew, crew.replicas, journal, observer, say,
+                           reading if config.finds_prefixes else None)
             with stopping_on_signals(job.stop):
                 job.run()
         ready = job.first_ready()
         assert ready is not None and ready.info is not None and ready.limits is not None, "rows were served"
         limits = replace(ready.limits, num_blocks=crew.replicas * ready.limits.num_blocks)
-        notes = (*ready.notes, *job.lines(), "usage.cached_tokens counts what the replica that served a row had in its "
-                 "own cache")
-        return Ran(ready.info, limits, job.counters(), notes)
+        return Ran(ready.info, limits, job.counters(), (*ready.notes, *job.lines()))

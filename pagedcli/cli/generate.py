@@ -190,7 +190,7 @@ def _serve_one(environment: Environment, plan: Plan, source: InputRows, scan: Sc
     """All rows on an engine in this process."""
     from pagedcli.generate.fleet import ran_on
     from pagedcli.generate.job import Job
-    from pagedcli.generate.replica import pin_shared_prefix
+    from pagedcli.generate.replica import pin_shared_prefix, prefix_tokens
     from pagedcli.generate.tokens import TextCodec
 
     engine = environment.build_engine(plan.config, None if plan.quiet else environment.say)
@@ -200,7 +200,8 @@ def _serve_one(environment: Environment, plan: Plan, source: InputRows, scan: Sc
         notes = () if plan.shared_prefix is None else (pin_shared_prefix(engine, codec, plan.shared_prefix),)
         watch.lap("build")
         with progress_bar(environment, plan.interactive) as observer:
-            job = Job(source, scan, engine, codec, journal, defaults, observer, plan.config.cache.prefix_cache)
+            job = Job(source, scan, engine, codec, journal, defaults, observer, plan.config.finds_prefixes,
+                      prefix_tokens(codec, plan.shared_prefix))
             with stopping_on_signals(job.stop):
                 job.run()
         info = engine.executor.info

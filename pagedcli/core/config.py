@@ -103,6 +103,11 @@ class RunConfig:
     policy: str = "paged"
     seed: int = 0
 
+    @property
+    def finds_prefixes(self) -> bool:
+        """Whether requests find the blocks of earlier ones with the same beginning."""
+        return self.policy == "paged" and self.cache.prefix_cache
+
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise UsageError(f"--policy = {self.policy!r}: must be one of {', '.join(POLICIES)}")

@@ -12,6 +12,9 @@ from pagedcli.core.errors import RequestError
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy (the same rule as vLLM's)."""
 
+NO_ROW = -1
+"""Index of a request that only brings a beginning into the KV cache. Requests with an index below 0 serve no row."""
+
 MAX_LOGIT_BIAS = 100.0
 EarlyStopping = bool | Literal["never"]
 

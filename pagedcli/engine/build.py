@@ -132,6 +132,18 @@ def _load_model(config: RunConfig, progress: Say | None) -> tuple[Executor, Any]
     return executor, tokenizer
 
 
+def load_tokenizer_of(config: RunConfig) -> Any:
+    """The tokenizer of a config's model, without the model; None when it has none."""
+    if config.model.model == NULL_MODEL:
+        from pagedcli.execution.null_tokenizer import byte_tokenizer
+
+        return byte_tokenizer()
+    from pagedcli.execution.model_hub import resolve_model
+    from pagedcli.execution.tokenizer import load_tokenizer
+
+    return load_tokenizer(resolve_model(config.model), trust_remote_code=config.model.trust_remote_code)
+
+
 def _null(config: RunConfig) -> tuple[Executor, Any]:
     from pagedcli.execution.null_tokenizer import byte_tokenizer
 

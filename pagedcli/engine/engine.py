@@ -9,7 +9,7 @@ from typing import Any
 from pagedcli.core.clock import Clock
 from pagedcli.core.errors import RequestError
 from pagedcli.core.plan import StepPlan, StepResult
-from pagedcli.core.request import Request, SamplingParams
+from pagedcli.core.request import NO_ROW, Request, SamplingParams
 from pagedcli.core.sequence import SequenceGroup
 from pagedcli.engine.interface import Counters, Sampler, Scheduler
 from pagedcli.engine.lifecycle import Lifecycle
@@ -78,12 +78,10 @@ class Engine:
         Call while the engine is idle. Returns how many tokens are kept (whole blocks only). Raises RequestError when
         the prefix cannot fit, UsageError when the memory policy shares nothing.
         """
-        prompt_tokens = self.counters.prompt_tokens
         self.memory.start_pin()
-        self.add(Request(-1, "shared prefix", tuple(tokens), SamplingParams(max_tokens=0)))
+        self.add(Request(NO_ROW, "shared prefix", tuple(tokens), SamplingParams(max_tokens=0)))
         while self.has_work():
             self.step()
-        self.counters.prompt_tokens = prompt_tokens
         return self.memory.pin(tokens)
 
     @property

@@ -17,11 +17,16 @@ Choices = Mapping[int, list[TokenChoice]]
 
 @dataclass(slots=True)
 class Counters:
-    """Running totals of an engine, for summaries. Times in seconds, the rest counts."""
+    """Running totals of an engine, for summaries. Times in seconds, the rest counts.
+
+    `prompt_tokens` and `cached_tokens` are of requests that serve a row. `warmed_tokens`: prompt tokens computed for
+    those that do not, which only bring a beginning into the cache.
+    """
 
     steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    warmed_tokens: int = 0
     output_tokens: int = 0
     computed_tokens: int = 0
     preempt_recompute: int = 0

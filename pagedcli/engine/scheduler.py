@@ -20,21 +20,23 @@ def arrival_order(group: SequenceGroup) -> int:
 
 
 class StepBudget:
-    """What is left of a step: tokens to compute, and rows of logits for prompts that are scored."""
+    """What is left of a step: tokens to compute, and rows of logits for prompts that are scored. `behind`: a prompt
+    could not be finished with it."""
 
-    __slots__ = ("rows", "tokens")
+    __slots__ = ("behind", "rows", "tokens")
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.tokens = config.token_budget
         self.rows = config.max_logit_rows
+        self.behind = False
 
 
 class IterationScheduler(Scheduler):
     """Iteration-level FCFS (Orca's scheduling, the paper's section 4.5 rules) over any memory policy.
 
     Running groups go first in arrival order; swapped ones come back before anything new is let in; waiting ones enter
-    in arrival order and the first that does not fit keeps the rest out. All sequences of a group run, wait
-    and leave together.
+    in arrival order and the first that does not fit keeps the rest out, as does a prompt that is not finished: all
+    full blocks of earlier prompts can be found by then. All sequences of a group run, wait and leave together.
     """
 
     def __init__(self, config: SchedulerConfig, memory: MemoryPolicy, lifecycle: Lifecycle,
@@ -185,7 +187,7 @@ class IterationScheduler(Scheduler):
 
     def _admit(self, plan: StepPlan, budget: StepBudget, now: float) -> None:
         first = True
-        while self.waiting:
+        while self.waiting and not budget.behind:
             group = self.waiting[0]
             if not (self._has_seats(group) and self._prompt_fits(group, budget, first) and self._memory_admits(group)):
                 return
@@ -195,10 +197,16 @@ class IterationScheduler(Scheduler):
             if group.scheduled_at is None:
                 group.scheduled_at = now
                 group.cached_tokens = admission.cached_tokens
-                self.counters.prompt_tokens += group.prompt_len
-                self.counters.cached_tokens += admission.cached_tokens
+                self._count_prompt(group, admission.cached_tokens)
             self._add_prefill(group, plan, budget)
             first = False
+
+    def _count_prompt(self, group: SequenceGroup, cached: int) -> None:
+        if group.request.index < 0:
+            self.counters.warmed_tokens += group.prompt_len - cached
+        else:
+            self.counters.prompt_tokens += group.prompt_len
+            self.counters.cached_tokens += cached
 
     def _prompt_fits(self, group: SequenceGroup, budget: StepBudget, first: bool) -> bool:
         """Chunks need one token of budget; a whole prompt needs all of its own, except that one above the cap may
@@ -228,6 +236,7 @@ class IterationScheduler(Scheduler):
             if target == seq.computed:
                 continue
             if take <= 0:
+                budget.behind = True
                 return
             end = seq.computed + take
             rows = take if scoring else int(end == seq.length)
@@ -236,6 +245,7 @@ class IterationScheduler(Scheduler):
             self.memory.computed(seq, end)
             budget.tokens -= take
             if end < target:
+                budget.behind = True
                 return  # later sequences may share blocks that this one has yet to fill
 
 

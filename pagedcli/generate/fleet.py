@@ -16,6 +16,7 @@ from pagedcli.core.errors import CannotRunError, ExitStatus, PagedError
 from pagedcli.engine.interface import Counters
 from pagedcli.generate.job import PROGRESS_SECONDS, Interrupted, Observer, Progress
 from pagedcli.generate.journal import Journal
+from pagedcli.generate.reader import RowReader
 from pagedcli.generate.replica import Ready, Report, Task
 from pagedcli.generate.source import InputRows, Scan
 
@@ -29,6 +30,9 @@ SPARE_LOSSES = 3
 """Replicas lost and replaced, beyond one each, before the job gives up: something kills them all."""
 
 WAIT_SECONDS = 0.2
+
+Reading = Callable[[Ready], RowReader]
+"""Makes the driver's own reader of rows, once it is known what replicas are."""
 
 
 class ReplicaLost(Exception):
@@ -73,18 +77,20 @@ class FleetJob:
 
     A lost replica's unfinished rows go to the others, and a new one takes its place. `run` raises Interrupted after
     `stop`, the fault of a replica that could not start, and CannotRunError when too many are lost; the journal then
-    holds all finished rows.
+    holds all finished rows. `reading` is given when replicas have prefix caches: rows are then tokenised here too, so
+    that each replica is told what a row shares with earlier ones, wherever those went.
     """
 
     def __init__(self, source: InputRows, scan: Scan, crew: Crew, replicas: int, journal: Journal,
-                 observer: Observer | None = None, say: Callable[[str], None] | None = None) -> None:
+                 observer: Observer | None = None, say: Callable[[str], None] | None = None,
+                 reading: Reading | None = None) -> None:
         self.journal = journal
         self.replicas = replicas
         self.lost = 0
         self._crew = crew
         self._observer = observer
         self._say = say or (lambda line: None)
-        self._tasks = self._unfinished(source, scan)
+        self._tasks = self._unfinished(source, scan, reading)
         self._again: deque[Task] = deque()
         self._exhausted = False
         self._workers: dict[Hashable, _Worker] = {}
@@ -116,10 +122,17 @@ class FleetJob:
 
     # -- rows out ------------------------------------------------------------------------------------------------------
 
-    def _unfinished(self, source: InputRows, scan: Scan) -> Iterator[Task]:
-        for raw in source:
-            if not self.journal.done(raw.index):
-                yield raw, scan.first_line_of(raw.index) if scan.repeated else None
+    def _unfinished(self, source: InputRows, scan: Scan, reading: Reading | None) -> Iterator[Task]:
+        repeated = scan.first_line_of if scan.repeated else None
+        if reading is None:
+            for raw in source:
+                if not self.journal.done(raw.index):
+                    yield Task(raw, repeated(raw.index) if repeated else None)
+            return
+        ready = self.first_ready()
+        assert ready is not None, "rows are asked for once a replica is there"
+        for raw, row, _ in reading(ready):
+            yield Task(raw, repeated(raw.index) if repeated else None, row.shared)
 
     def _next_tasks(self, count: int) -> list[Task]:
         tasks: list[Task] = []
@@ -144,8 +157,8 @@ class FleetJob:
             tasks = self._next_tasks(min(size, room))
             if not tasks and (worker.calls or not worker.held):
                 return
-            for raw, first_line in tasks:
-                worker.held[raw.index] = (raw, first_line)
+            for task in tasks:
+                worker.held[task.raw.index] = task
             more = bool(self._again) or not self._exhausted
             self._note_call(worker, self._crew.work(worker.name, tasks, more))
 

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
-from pagedcli.core.errors import ExitStatus, PagedError, RequestError
-from pagedcli.core.request import Request, SamplingParams
+from pagedcli.core.errors import ExitStatus, PagedError
 from pagedcli.generate.desk import Desk, Serving
-from pagedcli.generate.formats import parse_row
 from pagedcli.generate.journal import Journal
-from pagedcli.generate.resume_cache import FinishedPrefixes
-from pagedcli.generate.row import Row
+from pagedcli.generate.prefix_window import PrefixWindow
+from pagedcli.generate.reader import RowReader
 from pagedcli.generate.sampling import SamplingDefaults
 from pagedcli.generate.source import InputRows, Scan
 from pagedcli.generate.tokens import TextCodec
-
-CHUNK_ROWS = 256
-"""Rows parsed and tokenised at a time."""
 
 QUEUE_FACTOR = 2
 """Requests in the engine at most, as a multiple of --max-num-seqs: enough that none of its steps starves."""
 
 PROGRESS_SECONDS = 0.2
-
-RESTORED = -1
-"""Index of the requests that only bring a prefix back into the cache; they have no row."""
 
 
 class Interrupted(PagedError):
@@ -61,22 +51,22 @@ class Job:
     """Runs every row that the journal does not have yet.
 
     `run` raises Interrupted after `stop`, and whatever the engine or the disk raises; the journal then holds
-    all finished rows. Rows are parsed and tokenised CHUNK_ROWS ahead of the engine, which holds at most QUEUE_FACTOR
-    times its `max_num_seqs` requests. `prefix_cache` says that the engine finds earlier prompts' blocks again: a
-    resumed run then first restores those that the rows to come share with finished ones.
+    all finished rows. Rows are parsed and tokenised a chunk ahead of the engine, which holds at most QUEUE_FACTOR
+    times its `max_num_seqs` requests. `prefix_cache` says that the engine finds earlier prompts' blocks again, and
+    `pinned` the tokens that it keeps for good: rows are then told what they share (`prefix_window`).
     """
 
     def __init__(self, source: InputRows, scan: Scan, engine: Serving, codec: TextCodec | None, journal: Journal,
-                 defaults: SamplingDefaults, observer: Observer | None = None, prefix_cache: bool = False) -> None:
-        self.source = source
-        self.scan = scan
+                 defaults: SamplingDefaults, observer: Observer | None = None, prefix_cache: bool = False,
+                 pinned: Sequence[int] = ()) -> None:
         self.engine = engine
         self.journal = journal
         self.observer = observer
-        self.desk = Desk(engine, codec, defaults, journal.append)
+        limits = engine.executor.limits
+        ours, seen = (PrefixWindow.of_pool(limits, pinned) if prefix_cache else None for _ in range(2))
+        self.desk = Desk(engine, codec, defaults, journal.append, ours)
+        self._rows = RowReader(source, scan, journal, self.desk.tokeniser, seen)
         self._stopping = False
-        restoring = prefix_cache and journal.resumed > 0
-        self._prefixes = FinishedPrefixes(engine.executor.limits.block_size) if restoring else None
         self._started = self._shown = time.perf_counter()
 
     def stop(self) -> None:
@@ -86,21 +76,21 @@ class Job:
     def run(self) -> None:
         engine, journal = self.engine, self.journal
         most = max(QUEUE_FACTOR * engine.max_num_seqs, 2)
-        feed = self._feed()
+        rows = iter(self._rows)
         exhausted = False
         while True:
             while not exhausted and len(self.desk) < most and not self._stopping:
-                item = next(feed, None)
+                item = next(rows, None)
                 if item is None:
                     exhausted = True
                 else:
-                    self._submit(*item)
+                    _, row, request = item
+                    self.desk.submit(row, request)
             if self._stopping:
                 break
             if engine.has_work():
                 for group in engine.step():
-                    if group.request.index != RESTORED:
-                        self.desk.finish(group)
+                    self.desk.finish(group)
             elif self.desk:
                 raise AssertionError(f"the engine is idle with {len(self.desk)} requests unfinished")
             journal.flush()
@@ -112,28 +102,6 @@ class Job:
         if self._stopping and not journal.complete:
             raise Interrupted(f"stopped with {journal.finished} of {journal.rows} rows done; they are kept in "
                               f"{journal.path}", "interrupted")
-
-    def _feed(self) -> Iterator[tuple[Row, Request | None]]:
-        """Rows still to do, each with its request unless it has a fault."""
-        repeated = self.scan.first_line_of if self.scan.repeated else None
-        done = self.journal.done
-        wanted = (raw for raw in self.source if self._prefixes is not None or not done(raw.index))
-        while chunk := list(islice(wanted, CHUNK_ROWS)):
-            rows = [parse_row(raw, repeated(raw.index) if repeated else None) for raw in chunk]
-            for row, request in zip(rows, self.desk.tokeniser.requests(rows), strict=True):
-                if not done(row.index):
-                    yield row, request
-                elif request is not None and self._prefixes is not None:
-                    self._prefixes.finished(request.prompt)
-
-    def _submit(self, row: Row, request: Request | None) -> None:
-        if request is not None and self._prefixes is not None:
-            shared = self._prefixes.needed(request.prompt)
-            if shared:
-                prefix = Request(RESTORED, "restored prefix", request.prompt[:shared], SamplingParams(max_tokens=0))
-                with suppress(RequestError):  # a prompt that cannot fit is told so below
-                    self.engine.add(prefix)
-        self.desk.submit(row, request)
 
     def _show(self, last: bool = False) -> None:
         if self.observer is None:

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pagedcli.core.config import RunConfig
 from pagedcli.core.errors import PagedError, UsageError
@@ -16,11 +16,22 @@ from pagedcli.execution.interface import ExecutorInfo, ExecutorLimits
 from pagedcli.generate.encoding import Line
 from pagedcli.generate.source import RawRow
 
+if TYPE_CHECKING:
+    from pagedcli.generate.tokens import TextCodec
+
 PATIENCE_SECONDS = 0.2
 """A call for work comes back after about this long, whatever is done by then."""
 
-Task = tuple[RawRow, int | None]
-"""A row, and the line of an earlier row with the same id (which makes it a fault)."""
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A row to serve. `first_line`: line of an earlier row with the same id, which makes it a fault. `shared`: leading
+    prompt tokens that earlier rows have too, which the replica may not have seen (None: not known, nor asked for)."""
+
+    raw: RawRow
+    first_line: int | None = None
+    shared: int | None = None
+
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +78,18 @@ class Replica:
     def _start(self) -> Ready:
         from pagedcli.engine.build import build_engine
         from pagedcli.generate.desk import Desk
+        from pagedcli.generate.prefix_window import PrefixWindow
         from pagedcli.generate.sampling import SamplingDefaults
         from pagedcli.generate.tokens import TextCodec
 
         engine = build_engine(self._config)
         codec = None if engine.tokenizer is None else TextCodec(engine.tokenizer)
         notes = () if self._prefix is None else (pin_shared_prefix(engine, codec, self._prefix),)
+        window = None
+        if self._config.finds_prefixes:
+            window = PrefixWindow.of_pool(engine.executor.limits, prefix_tokens(codec, self._prefix))
         self._engine = engine
-        self._desk = Desk(engine, codec, SamplingDefaults(self._sampling), self._deliver)
+        self._desk = Desk(engine, codec, SamplingDefaults(self._sampling), self._deliver, window)
         info = engine.executor.info
         return Ready(info, engine.executor.limits, engine.max_num_seqs, f"{socket.gethostname()}:{os.getpid()}",
                      (*info.notes, *notes))
@@ -91,8 +106,9 @@ class Replica:
         from pagedcli.generate.formats import parse_row
 
         engine, desk = self._engine, self._desk
-        rows = [parse_row(raw, first_line) for raw, first_line in tasks]
-        for row, request in zip(rows, desk.tokeniser.requests(rows), strict=True):
+        rows = [parse_row(task.raw, task.first_line) for task in tasks]
+        for task, row, request in zip(tasks, rows, desk.tokeniser.requests(rows), strict=True):
+            row.shared = task.shared
             desk.submit(row, request)
         enough = engine.max_num_seqs if more else 0
         end = time.monotonic() + PATIENCE_SECONDS
@@ -118,12 +134,17 @@ def pin_shared_prefix(engine: Any, codec: Any, text: str) -> str:
 
     if codec is None:
         raise UsageError("--shared-prefix: the model has no tokenizer, so a text prefix cannot be used")
-    tokens = codec.encode_batch([text])[0]
+    tokens = prefix_tokens(codec, text)
     try:
         kept = engine.pin_prefix(tokens)
     except RequestError as fault:
         raise UsageError(f"--shared-prefix cannot be kept: {fault.message}", fault.code) from fault
     return f"shared prefix: {kept} of its {len(tokens)} tokens kept in the KV cache (whole blocks only)"
+
+
+def prefix_tokens(codec: TextCodec | None, text: str | None) -> list[int]:
+    """Token ids of the shared prefix; none when there is none."""
+    return [] if codec is None or text is None else codec.encode_batch([text])[0]
 
 
 def _told(fault: PagedError) -> tuple[str, str, int]:

@@ -32,9 +32,11 @@ class Row:
     """One row of input. Exactly one of `text`, `ids` and `messages` is set once it has been parsed without a fault.
 
     `error` is (code, message) of the first fault. `settings` are the sampling fields that the row sets itself.
+    `shared`: leading prompt tokens that earlier rows have too (`prefix_window`); None when nobody asked.
     """
 
-    __slots__ = ("error", "form", "id", "ids", "index", "line", "messages", "metadata", "model", "settings", "text")
+    __slots__ = ("error", "form", "id", "ids", "index", "line", "messages", "metadata", "model", "settings",
+                 "shared", "text")
 
     def __init__(self, index: int, line: int) -> None:
         self.index = index
@@ -47,6 +49,7 @@ class Row:
         self.settings: dict[str, Any] = {}
         self.metadata: dict[str, Any] | None = None
         self.model: str | None = None
+        self.shared: int | None = None
         self.error: tuple[str, str] | None = None
 
     @property

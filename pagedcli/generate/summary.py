@@ -18,7 +18,8 @@ class Summary:
 
     `waste`: mean over steps of the pool's shares token, reserved, internal, external, free, adding to 1.
     `sharing_saving`: 1 - 1 / mean over steps of logical / physical blocks (the paper's Figure 15). `prefix_hit_rate`:
-    prompt tokens found in the cache over all prompt tokens. `seconds` says where the time went; `total` is all of it.
+    prompt tokens found in the cache over all prompt tokens; `warmed_tokens` were computed on top of these, ahead of the
+    rows that share them. `seconds` says where the time went; `total` is all of it.
     """
 
     rows: int
@@ -27,6 +28,7 @@ class Summary:
     resumed: int
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    warmed_tokens: int = 0
     output_tokens: int = 0
     steps: int = 0
     prompt_tokens_per_s: float = 0.0
@@ -64,6 +66,7 @@ def summarise(*, rows: int, failed: int, resumed: int, counters: Counters, limit
     return Summary(
         rows=rows, good=rows - failed, failed=failed, resumed=resumed,
         prompt_tokens=counters.prompt_tokens, cached_tokens=counters.cached_tokens,
+        warmed_tokens=counters.warmed_tokens,
         output_tokens=counters.output_tokens, steps=counters.steps,
         prompt_tokens_per_s=counters.prompt_tokens / generating,
         output_tokens_per_s=counters.output_tokens / generating, rows_per_s=(rows - resumed) / generating,

@@ -10,7 +10,7 @@ import pytest
 
 from pagedcli.core.config import CacheConfig, ModelConfig, RunConfig, SchedulerConfig
 from pagedcli.core.errors import CannotRunError, RequestError
-from pagedcli.core.request import Request, SamplingParams
+from pagedcli.core.request import NO_ROW, Request, SamplingParams
 from pagedcli.core.sequence import SequenceGroup
 from pagedcli.engine.build import build_engine, load
 from pagedcli.engine.engine import Engine
@@ -132,6 +132,23 @@ def test_a_prompt_of_many_samples_is_stored_once() -> None:
     usage = engine.usage()
     assert (usage.physical, usage.logical) == (4 + 4, 4 * 5)
     drain(engine)
+
+
+def test_a_row_finds_all_that_a_scored_prompt_before_it_computes() -> None:
+    engine = make_engine(blocks=400, block_size=4)  # a step has 256 rows of logits, so the first prompt takes three
+    first = engine.add(request(0, ids(600), 1, prompt_logprobs=0))
+    second = engine.add(request(1, [*ids(600), 5], 1))
+    drain(engine)
+    assert (first.cached_tokens, second.cached_tokens) == (0, 600)
+
+
+def test_what_is_computed_ahead_is_counted_apart() -> None:
+    engine = make_engine(blocks=100, block_size=4)
+    engine.add(request(NO_ROW, ids(8), 0))
+    engine.add(request(0, [*ids(8), 5, 6], 1))
+    drain(engine)
+    counters = engine.counters
+    assert (counters.warmed_tokens, counters.prompt_tokens, counters.cached_tokens) == (8, 10, 8)
 
 
 def test_a_request_that_a_pinned_prefix_leaves_no_room_for_is_refused() -> None:
