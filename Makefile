@@ -6,7 +6,8 @@ RUN    := $(BIN)/python
 STAMP  := $(VENV)/.ready
 
 .PHONY: setup demo test test-all check lint types same-bits greedy-equal beam-equal bench-generate sharing \
-        shared-prefix swap-table bench-smoke regress baseline paper figures kernels cuda-setup cuda-check gpu-check wheel-check clean
+        shared-prefix swap-table tensor-parallel ray-rows bench-baselines bench-smoke regress baseline paper figures \
+        kernels cuda-setup cuda-check gpu-check wheel-check clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -68,7 +69,6 @@ tensor-parallel: setup
 	$(RUN) -m tests.acceptance.tensor_parallel
 
 ray-rows: setup
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[ray]' -c constraints.txt
 	$(RUN) -m tests.acceptance.ray_rows
 
 swap-table: setup
@@ -99,6 +99,15 @@ paper: setup
 	$(BIN)/pagedcli paper all
 
 figures: paper
+
+# Every baseline at three rates on the real model, under 20 minutes on two cores. 7 systems x 3 rates take turns; a run
+# that has not ended after TIME_LIMIT seconds is cut short and reported so (transformers' own generate, mostly).
+REQUESTS   ?= 12
+TIME_LIMIT ?= 150
+BASELINES  := orca-oracle orca-pow2 orca-max fastertransformer tgi hf
+bench-baselines: setup
+	$(BIN)/pagedcli bench --workload sharegpt $(addprefix --baseline ,$(BASELINES)) --rate 0.5,1,2 \
+		--num-requests $(REQUESTS) --time-limit $(TIME_LIMIT) --name baselines
 
 bench-smoke: setup
 	$(BIN)/pagedcli bench --workload sharegpt --synthetic --offline --baseline orca-max --simulate a100-40gb \

@@ -110,10 +110,12 @@ def latency_chart(results: Results) -> Chart:
     if any(len(line.x) > 1 for line in lines):
         top = max(max(line.y) for line in lines)
         beyond = [line.label for line in lines if min(line.y) > PLOT_LATENCY]
+        cut = [f"{run.policy} at {rate_text(run.rate)}" for run in results.runs if run.figures.get("stopped")]
+        missing = f" Cut short, so not drawn: {', '.join(cut)}." if cut else ""
         above = f" Above it at every rate: {', '.join(beyond)}." if beyond else ""
         return Chart("latency_vs_rate", "Normalized latency against request rate", "lines", "request rate (req/s)",
                      "normalized latency (s/token)", tuple(lines), y_max=min(PLOT_LATENCY, top * 1.1),
-                     guides=((0.5, "0.5 s/token"),), note=f"{LATENCY_RULE} The plot ends at 1 s/token.{above}")
+                     guides=((0.5, "0.5 s/token"),), note=f"{LATENCY_RULE} The plot ends at 1 s/token.{above}{missing}")
     return _latency_bars(results)
 
 
@@ -194,11 +196,13 @@ def waste_over_time(run: RunData, rate: float) -> Chart:
 
 
 def distribution(runs: Sequence[RunData], order: Sequence[str], name: str, rate: float) -> Chart:
-    """Share of requests served within a time, one curve a policy."""
+    """Share of requests served within a time, one curve a policy; runs cut short served the quickest only, so they
+    are left out."""
     title, unit = LATENCY_TITLES[name]
     series = []
     for policy in order:
-        pooled = np.concatenate([run.series(name) for run in runs if run.policy == policy])
+        whole = [run.series(name) for run in runs if run.policy == policy and not run.figures.get("stopped")]
+        pooled = np.concatenate([np.empty(0), *whole])
         values = np.sort(pooled[~np.isnan(pooled)])
         if len(values):
             picked = np.unique(np.linspace(0, len(values) - 1, min(len(values), MAX_POINTS)).astype(int))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pagedcli.bench.records import RequestRecord, RunResult, StepRecord, StepTable
-from pagedcli.bench.serve import Observer, Progress, StopRule
+from pagedcli.bench.serve import Observer, Progress, StopRule, out_of_time
 from pagedcli.core.clock import WallClock
 from pagedcli.core.config import ModelConfig
 from pagedcli.core.request import Request
@@ -113,14 +113,15 @@ class HFRunner:
     attention: str = "sdpa"
 
     def __call__(self, requests: Sequence[Request], deadlines: Sequence[float], *, policy: str, rate: float,
-                 observer: Observer | None = None, stop_rule: StopRule | None = None, **labels: Any) -> RunResult:
+                 observer: Observer | None = None, stop_rule: StopRule | None = None,
+                 time_limit: float | None = None, **labels: Any) -> RunResult:
         del stop_rule  # a batch cannot be left midway without losing what the others would have kept
         generate_batch(self.module, [[1, 2, 3], [1, 2]], 3, self.pad_id, lambda: False, attention=self.attention)
-        run = _Run(self, requests, [float(when) for when in deadlines], rate, observer)
+        run = _Run(self, requests, [float(when) for when in deadlines], rate, observer, time_limit)
         run.serve()
         records = tuple(run.records[number] for number in range(len(requests)))
         return RunResult(policy=policy, rate=rate, requests=records, steps=run.steps, duration=run.clock.now(),
-                         notes=(_OUR_CACHE_NOTE,), **labels)
+                         stopped=run.stopped, notes=(_OUR_CACHE_NOTE,), **labels)
 
 
 @dataclass
@@ -132,6 +133,8 @@ class _Run:
     deadlines: list[float]
     rate: float
     observer: Observer | None
+    limit: float | None = None
+    stopped: str | None = None
     clock: WallClock = field(default_factory=WallClock)
     steps: StepTable = field(default_factory=StepTable)
     records: dict[int, RequestRecord] = field(default_factory=dict)
@@ -141,9 +144,13 @@ class _Run:
 
     def serve(self) -> None:
         while len(self.records) < len(self.requests):
+            if self._late():
+                self._abandon()
+                return
             self._dispatch()
             if not self.queue:
-                self.clock.sleep_until(self.deadlines[len(self.dispatched)])
+                until = self.deadlines[len(self.dispatched)]
+                self.clock.sleep_until(until if self.limit is None else min(until, self.limit))
                 continue
             samples = self.requests[self.queue[0]].params.max_sequences
             lengths = [(len(self.requests[n].prompt), self.requests[n].output_len or 1) for n in self.queue]
@@ -181,10 +188,12 @@ class _Run:
             times.append(self.clock.now())
             self._dispatch()
             self._step(times[-2], times[-1], width, len(times) - 1, prompts, outputs, samples)
-            return False
+            return self._late()
 
         generate_batch(self.runner.module, [request.prompt for request in requests], max(outputs), self.runner.pad_id,
                        on_token, attention=self.runner.attention, **_sampling(requests[0]))
+        if len(times) - 1 < max(outputs):
+            return  # the time limit: nobody has its answer before the batch ends
         finish = self.clock.now()
         for number, request, output in zip(batch, requests, outputs, strict=True):
             self.records[number] = RequestRecord(
@@ -192,6 +201,21 @@ class _Run:
                 dispatched=self.dispatched[number], prompt_tokens=len(request.prompt), output_len=output,
                 output_tokens=output * request.params.n,
                 sequences=samples, scheduled=began, finish=finish, token_times=np.array(times[1:output + 1]))
+
+    def _late(self) -> bool:
+        return self.limit is not None and self.clock.now() >= self.limit
+
+    def _abandon(self) -> None:
+        """The time limit: what is not done, in the batch or in the queue or never sent, counts as failed."""
+        assert self.limit is not None
+        done = len(self.records)
+        self.stopped = out_of_time(self.limit, done, len(self.dispatched), len(self.requests))
+        for number, request in enumerate(self.requests):
+            if number not in self.records:
+                self.records[number] = RequestRecord(
+                    index=request.index, key=request.key, arrival=self.deadlines[number],
+                    dispatched=self.dispatched.get(number, math.nan), prompt_tokens=len(request.prompt),
+                    error="stopped", error_message=self.stopped)
 
     def _step(self, start: float, end: float, width: int, made: int, prompts: Sequence[int], outputs: Sequence[int],
               samples: int) -> None:

@@ -81,7 +81,8 @@ def remarks(results: Results) -> list[str]:
     notes = list(results.settings.get("notes", []))
     for run in results.runs:
         if run.figures.get("stopped"):
-            notes.append(f"{run.policy} at {rate_text(run.rate)} was cut short: {run.figures['stopped']}")
+            notes.append(f"{run.policy} at {rate_text(run.rate)} was cut short: {run.figures['stopped']}. Its "
+                         "latencies are of the requests that were done, so they are too low to compare")
         notes += run.figures.get("notes", [])
     return list(dict.fromkeys(notes))
 

@@ -260,6 +260,21 @@ def latency_bound(run: Replay) -> float:
     return certain / max(len(run.requests) - run.failed, 1)
 
 
+def out_of_time(seconds: float, done: int, sent: int, total: int) -> str:
+    """Why a run ended at its time limit, and whether it kept up: what had come and was not done."""
+    return (f"after {seconds:g} s (--time-limit) {done} of {total} requests were done, {sent - done} that had come "
+            f"were not, and {total - sent} had yet to come")
+
+
+def stop_after(seconds: float, rule: StopRule | None = None) -> StopRule:
+    """End a run at this time on its clock, or when `rule` says so."""
+    def limited(run: Replay) -> str | None:
+        if run.now >= seconds:
+            return out_of_time(seconds, len(run.closed), run.next, len(run.requests))
+        return None if rule is None else rule(run)
+    return limited
+
+
 def stop_above(limit: float, every: int = 25) -> StopRule:
     """End a run once its normalized latency is certain to exceed `limit` s/token (looked at every few steps)."""
     def rule(run: Replay) -> str | None:

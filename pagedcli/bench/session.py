@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from pagedcli.bench.capacity import LIMITS, Capacity, Search, find_capacity
 from pagedcli.bench.metrics import Goodput, Window, finite, summarize
 from pagedcli.bench.records import RunResult
-from pagedcli.bench.serve import Observer, Served, StopRule, replay, stop_above, warm_up
+from pagedcli.bench.serve import Observer, Served, StopRule, replay, stop_above, stop_after, warm_up
 from pagedcli.bench.signature import Signature
 from pagedcli.bench.storage import Results, RunData, run_data
 from pagedcli.core.errors import UsageError
@@ -27,7 +27,8 @@ class Runner(Protocol):
     """Serves one run from cold: a fresh engine (or the like), warmed up, its prefix cache empty."""
 
     def __call__(self, requests: Sequence[Request], deadlines: Sequence[float], *, policy: str, rate: float,
-                 observer: Observer | None, stop_rule: StopRule | None, **labels: Any) -> RunResult: ...
+                 observer: Observer | None, stop_rule: StopRule | None, time_limit: float | None = None,
+                 **labels: Any) -> RunResult: ...
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,11 @@ class EngineRunner:
     simulated: bool = False
 
     def __call__(self, requests: Sequence[Request], deadlines: Sequence[float], *, policy: str, rate: float,
-                 observer: Observer | None, stop_rule: StopRule | None, **labels: Any) -> RunResult:
+                 observer: Observer | None, stop_rule: StopRule | None, time_limit: float | None = None,
+                 **labels: Any) -> RunResult:
         engine = self.make(policy)
+        if time_limit is not None:
+            stop_rule = stop_after(time_limit, stop_rule)
         if not self.simulated:
             warm_up(engine, self.vocab_size)
         return replay(engine, requests, deadlines, policy=policy, rate=rate, observer=observer, stop_rule=stop_rule,
@@ -52,7 +56,8 @@ class Experiment:
     """What a session measures. Rates are requests/s (inf: all at once); a rate of None takes the trace's own times.
 
     `duration` (s) limits arrivals, otherwise every request arrives. `stop_latency` (s/token) ends a run that is sure to
-    exceed it. Arrival draws depend on `seed` and the rate's scale alone: all policies and repeats share them.
+    exceed it, `time_limit` (s) one that lasts longer. Arrival draws depend on `seed` and the rate's scale alone: all
+    policies and repeats share them.
     """
 
     policy: str = "paged"
@@ -65,6 +70,7 @@ class Experiment:
     goodput: Goodput | None = None
     window: Window = field(default_factory=Window)
     stop_latency: float | None = None
+    time_limit: float | None = None
     limits: tuple[float, ...] = LIMITS
     search: Search = field(default_factory=Search)
 
@@ -137,8 +143,8 @@ class Session:
         limit = stop_latency if stop_latency is not None else experiment.stop_latency
         runner = self.runner_of(policy)
         result = runner(requests, deadlines.tolist(), policy=policy, rate=arrivals.rate, observer=observer,
-                        stop_rule=None if limit is None else stop_above(limit), burstiness=experiment.burstiness,
-                        repeat=repeat, synthetic=self.workload.synthetic)
+                        stop_rule=None if limit is None else stop_above(limit), time_limit=experiment.time_limit,
+                        burstiness=experiment.burstiness, repeat=repeat, synthetic=self.workload.synthetic)
         figures = summarize(result, goodput=experiment.goodput, window=experiment.window)
         figures["role"] = "policy" if policy == experiment.policy else "baseline"
         data = run_data(result, figures)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pagedcli.bench.records import Floats, RequestRecord, RunResult, StepTable
-from pagedcli.bench.serve import Observer, StopRule, replay
+from pagedcli.bench.serve import Observer, StopRule, replay, stop_after
 from pagedcli.core.clock import VirtualClock
 from pagedcli.core.config import RunConfig
 from pagedcli.core.request import Request, SamplingParams
@@ -101,7 +101,10 @@ class SimulatedRunner:
     beams: BeamScript | None = None
 
     def __call__(self, requests: Sequence[Request], deadlines: Sequence[float], *, policy: str, rate: float,
-                 observer: Observer | None = None, stop_rule: StopRule | None = None, **labels: Any) -> RunResult:
+                 observer: Observer | None = None, stop_rule: StopRule | None = None,
+                 time_limit: float | None = None, **labels: Any) -> RunResult:
+        if time_limit is not None:
+            stop_rule = stop_after(time_limit, stop_rule)
         config = replace(self.config, policy=policy)
         if stop_rule is not None:
             return replay(plain_engine(config, self.deployment, self.beams), requests, deadlines, policy=policy,

@@ -96,7 +96,8 @@ def _repeated(results: Results) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A policy over a baseline at one rate: each value above 1 speaks for the policy. None: undefined."""
+    """A policy over a baseline at one rate: each value above 1 speaks for the policy. None: undefined. `cut`: those of
+    the two of which every run was cut short."""
 
     policy: str
     baseline: str
@@ -106,6 +107,7 @@ class Ratio:
     throughput: float | None
     batch: float | None
     filled: float | None
+    cut: tuple[str, ...] = ()
 
     @property
     def sentence(self) -> str:
@@ -114,8 +116,10 @@ class Ratio:
                  _phrase(self.throughput, "higher", "lower", "output throughput"),
                  _phrase(self.batch, "larger", "smaller", "batch"),
                  _phrase(self.filled, "larger", "smaller", "share of the pool filled")]
-        return (f"{self.policy} against {self.baseline}, {rate_text(self.rate)}: "
-                + (", ".join(part for part in parts if part) or "nothing to compare"))
+        told = ", ".join(part for part in parts if part) or "nothing to compare"
+        if self.cut:
+            told = f"{' and '.join(self.cut)} {'was' if len(self.cut) == 1 else 'were'} cut short"
+        return f"{self.policy} against {self.baseline}, {rate_text(self.rate)}: {told}"
 
 
 def _phrase(ratio: float | None, good: str, bad: str, what: str) -> str:
@@ -141,8 +145,14 @@ def ratios(results: Results) -> list[Ratio]:
                     policy, baseline, rate, _over(theirs, own, "normalized_latency_s"),
                     _over(theirs, own, "mean_ttft_ms"), _over(own, theirs, "output_throughput"),
                     _over(own, theirs, "batch_size"),
-                    _over([f["waste"] for f in own], [f["waste"] for f in theirs], "token")))
+                    _over(_pool(own), _pool(theirs), "token"),
+                    tuple(name for name, side in ((policy, own), (baseline, theirs))
+                          if all(figures.get("stopped") for figures in side))))
     return found
+
+
+def _pool(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{**figures["waste"], "stopped": figures.get("stopped")} for figures in runs]
 
 
 def _over(top: Sequence[Mapping[str, Any]], bottom: Sequence[Mapping[str, Any]], key: str) -> float | None:

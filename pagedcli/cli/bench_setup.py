@@ -44,6 +44,8 @@ BENCH_OPTIONS: tuple[Option, ...] = (
     Option("find_capacity", bool, "Find the highest rate under each --latency-limit, starting from --rate.", LOAD),
     Option("latency_limit", str, "Normalized latency limits of the capacity, s/token.", LOAD, "0.5,1"),
     Option("stop_latency", float, "End a run that is certain to exceed this normalized latency (s/token).", LOAD),
+    Option("time_limit", float, "End a run that lasts longer (s) and say what was left; its latency is not compared.",
+           LOAD),
     Option("simulate", str, "Simulate this hardware instead of running the model (a name or a .toml file).", LOAD,
            metavar="HARDWARE"),
     Option("static_batch", int, "Batch of fastertransformer. Default: what fits.", LOAD),
@@ -103,11 +105,19 @@ def read_setup(settings: Mapping[str, Any]) -> Setup:
         policy=policies[0], baselines=tuple(policies[1:]), rates=rates, repeats=settings.get("repeat", 1),
         burstiness=settings.get("burstiness", 1.0), duration=settings.get("duration"), seed=settings.get("seed", 0),
         goodput=Goodput.parse(settings.get("goodput", [])), stop_latency=settings.get("stop_latency"),
+        time_limit=_time_limit(settings),
         window=Window(settings.get("drop_before", 0.0), *_between(settings.get("steps_between"))),
         limits=_numbers("--latency-limit", settings.get("latency_limit", "0.5,1")),
         search=Search(start=numbers[0]) if numbers else Search())
     config = _pressed(run_config(settings), settings)
     return Setup(config, experiment, _params(settings), settings)
+
+
+def _time_limit(settings: Mapping[str, Any]) -> float | None:
+    limit: float | None = settings.get("time_limit")
+    if limit is not None and not limit > 0:
+        raise UsageError(f"--time-limit = {limit:g}: must be above 0 seconds")
+    return limit
 
 
 def read_rates(text: str) -> tuple[float | None, ...]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pagedcli.bench.hf_runner import HFRunner, fitting, generate_batch
+from pagedcli.bench.hf_runner import HFRunner, _Run, fitting, generate_batch
 from pagedcli.bench.metrics import summarize
 from tests.bench.scripted_engine import requests
 
@@ -74,6 +74,31 @@ def test_static_batches_finish_together_and_padding_is_waste(model: LlamaForCaus
     assert (run.steps.pool == 64).all()
     figures = summarize(run)
     assert (figures["completed"], figures["failed"]) == (3, 1)
+
+
+def test_a_time_limit_ends_a_run_midway_and_says_what_was_left(model: LlamaForCausalLM):
+    class Ticking:
+        """A clock on which each look takes a second."""
+
+        def __init__(self) -> None:
+            self.time = 0.0
+
+        def now(self) -> float:
+            self.time += 1.0
+            return self.time
+
+        def sleep_until(self, when: float) -> None:
+            self.time = max(self.time, when)
+
+    work, deadlines = requests([(8, 3), (8, 40), (8, 40), (8, 3)]), [0.0, 0.0, 60.0, 9999.0]
+    run = _Run(HFRunner(model, PAD, pool_slots=48, block_size=16), work, deadlines, 1.0, None, 100.0, clock=Ticking())
+    run.serve()
+    done = [run.records[number].ok for number in range(4)]
+    assert done == [True, False, False, False]
+    assert run.stopped == ("after 100 s (--time-limit) 1 of 4 requests were done, 2 that had come were not, and 1 had "
+                           "yet to come")
+    assert {run.records[number].error for number in (1, 2, 3)} == {"stopped"}
+    assert len(run.steps) < 3 + 40, "the second batch ended midway"
 
 
 def test_samples_multiply_rows_and_memory(model: LlamaForCausalLM):

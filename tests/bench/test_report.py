@@ -164,6 +164,19 @@ def test_values_beyond_the_plot_leave_it_and_are_told(results: Results):
     assert 'viewBox="61 14' in drawing  # what leaves the plot is cut, not bent to its edge
 
 
+def test_runs_cut_short_are_named_and_not_compared(results: Results):
+    cut = [replace(run, figures={**run.figures, "stopped": "after 9 s 1 of 4"}) if run.policy == "orca-max" else run
+           for run in results.runs]
+    changed = replace(results, runs=cut)
+    found = ratios(changed)
+    assert found and all(ratio.latency is ratio.filled is ratio.batch is None for ratio in found)
+    assert {ratio.sentence.partition(": ")[2] for ratio in found} == {"orca-max was cut short"}
+    chart = all_charts(changed)[0]
+    assert [line.label for line in chart.series] == ["paged"] and "Cut short, so not drawn: orca-max at " in chart.note
+    page = report.html(changed, all_charts(changed))
+    assert page.count("orca-max was cut short") == len(found) and page.count("<small>cut short</small>") == len(found)
+
+
 def test_one_rate_gives_bars(results: Results):
     single = replace(results, runs=[run for run in results.runs if run.rate == 4.0])
     assert all_charts(single)[0].kind == "bars"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pagedcli.bench.metrics import summarize
-from pagedcli.bench.serve import Replay, latency_bound, replay, stop_above
+from pagedcli.bench.serve import Replay, latency_bound, replay, stop_above, stop_after
 from pagedcli.core.clock import VirtualClock, WallClock
 from pagedcli.core.errors import UsageError
 from pagedcli.workloads.arrivals import Constant, Poisson
@@ -85,6 +85,18 @@ def test_an_early_stop_is_certain_and_told():
     whole = replay(ScriptedEngine(1.0), requests([(1, 1)] * 100), [0.0] * 100, stop_rule=stop_above(51.0, every=1))
     assert whole.stopped is None
     assert summarize(whole)["normalized_latency_s"] == pytest.approx(50.5)
+
+
+def test_a_time_limit_ends_a_run_and_says_what_was_left():
+    """One slot and 1 s each: at 7.5 s the eighth step has ended; the last two requests have not come."""
+    deadlines = [*[0.0] * 10, 100.0, 100.0]
+    run = replay(ScriptedEngine(1.0), requests([(1, 1)] * 12), deadlines, stop_rule=stop_after(7.5))
+    assert run.stopped == ("after 7.5 s (--time-limit) 8 of 12 requests were done, 2 that had come were not, and 2 had "
+                           "yet to come")
+    assert (len(run.completed), len(run.failed), run.duration) == (8, 4, 8.0)
+    other = replay(ScriptedEngine(1.0), requests([(1, 1)] * 100), [0.0] * 100,
+                   stop_rule=stop_after(1000.0, stop_above(10.0, every=1)))
+    assert other.stopped is not None and "above 10" in other.stopped
 
 
 def test_latency_bound_never_exceeds_the_final_latency():
