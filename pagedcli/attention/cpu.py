@@ -26,7 +26,7 @@ SMALL_WRITE, SMALL_WORK = 100_000, 400_000
 
 
 @dataclass(slots=True)
-class _Layer:
+class CpuLayer:
     """What one layer's calls share: its shape and its part of the argument block."""
 
     spec: LayerSpec
@@ -57,7 +57,7 @@ class CpuBackend(AttentionBackend):
         self._budget = vector_budget()
         self._loops: kernels.Loops | None = None
         self._built: dict[KernelShape, Routines] = {}
-        self._layers: dict[tuple[int, torch.dtype], _Layer] = {}
+        self._layers: dict[tuple[int, torch.dtype], CpuLayer] = {}
         self._layout: KVLayout | None = None
         self._pool: torch.Tensor | None = None
         self._batch: BatchLayout | None = None
@@ -107,8 +107,8 @@ class CpuBackend(AttentionBackend):
         q, k, v = _rows(q, kind), _rows(k, kind), _rows(v, kind)
         own = self._layers.get((layer, kind))
         if own is None or (own.spec is not spec and own.spec != spec):
-            own = self._layers[layer, kind] = self._make_layer(layer, spec, kind)
-        items, many, work = self._work(own)
+            own = self._layers[layer, kind] = self.make_layer(layer, spec, kind)
+        items, many, work = self.work(own)
         out = torch.empty(q.shape[0], spec.heads, spec.value_dim, dtype=kind)
         if tokens < q.shape[0]:
             out[tokens:] = 0
@@ -117,7 +117,7 @@ class CpuBackend(AttentionBackend):
         self._arguments[:32] = 0
         self._set(kernels.LAYER_FIELDS, own.fields)
         self._set(kernels.CALL_FIELDS, (
-            items, many, self._scratch_for(own), 0 if extra is None else extra.data_ptr(), out.data_ptr(),
+            items, many, self.scratch_for(own), 0 if extra is None else extra.data_ptr(), out.data_ptr(),
             q.data_ptr(), q.stride(0) * cell, q.stride(1) * cell, k.data_ptr(), k.stride(0) * cell, k.stride(1) * cell,
             v.data_ptr(), v.stride(0) * cell, v.stride(1) * cell))
         assert self._loops is not None
@@ -150,7 +150,20 @@ class CpuBackend(AttentionBackend):
                                  "Set NUMBA_CACHE_DIR to a folder that can be written") from fault
         return self._built[shape]
 
-    def _make_layer(self, layer: int, spec: LayerSpec, source: torch.dtype) -> _Layer:
+    @property
+    def loops(self) -> kernels.Loops:
+        """The compiled loops; warm_up() makes them."""
+        if self._loops is None:
+            self._loops = kernels.build_loops()
+        return self._loops
+
+    @property
+    def step_values(self) -> NDArray[np.int64]:
+        """STEP_FIELDS of the batch that was prepared."""
+        return self._arguments[kernels.STEP_FIELDS.start // 8:kernels.STEP_FIELDS.stop // 8]
+
+    def make_layer(self, layer: int, spec: LayerSpec, source: torch.dtype) -> CpuLayer:
+        """What calls of this layer share, for q, k, v of type `source`."""
         assert self._layout is not None and self._pool is not None, "bind() comes first"
         shape = self._shape(spec, source)
         table = self._routines(shape).table
@@ -164,12 +177,12 @@ class CpuBackend(AttentionBackend):
             table.ctypes.data, spec.kv_heads, self._layout.block_size, self._layout.block_elements * cell,
             pool + self._layout.key_offset(layer) * cell, pool + self._layout.value_offset(layer) * cell,
             FOREVER if spec.window is None else spec.window, *floats.view(np.int64).tolist()], np.int64)
-        return _Layer(spec, shape, fields)
+        return CpuLayer(spec, shape, fields)
 
     def _set(self, fields: range, values: Sequence[int] | NDArray[np.int64]) -> None:
         self._arguments[fields.start // 8:fields.stop // 8] = values
 
-    def _work(self, layer: _Layer) -> tuple[int, int, int]:
+    def work(self, layer: CpuLayer) -> tuple[int, int, int]:
         """Address and number of the step's items and their work, made once for all layers that cut alike."""
         assert self._batch is not None
         key = layer.shape.item_tokens * 65536 + layer.spec.kv_heads
@@ -179,7 +192,7 @@ class CpuBackend(AttentionBackend):
         made, address, work = self._items[key]
         return address, len(made), work
 
-    def _scratch_for(self, layer: _Layer) -> int:
+    def scratch_for(self, layer: CpuLayer) -> int:
         """Address of scratch for all threads, on a cache line; grows when a layer needs more."""
         need = layer.shape.scratch_bytes * self._threads + 64
         if len(self._scratch) < need:

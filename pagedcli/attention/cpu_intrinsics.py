@@ -86,3 +86,36 @@ def call(typing: Any, address: Any, values: Any) -> Any:
         builder.call(Emit(builder).pointer(args[0], kind), numbers)
         return context.get_dummy_value()
     return types.void(types.int64, values), code
+
+
+@compiled_intrinsic
+def load_shared(typing: Any, address: Any) -> Any:
+    """The int64 at `address` that another thread changes; what it wrote before that is seen after this."""
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(Emit(builder).pointer(args[0], I64), "acquire", 8, typ=I64)
+    return types.int64(types.int64), code
+
+
+@compiled_intrinsic
+def pause(typing: Any) -> Any:
+    """A moment's rest in a loop that waits for another thread (x86 only)."""
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        Emit(builder).call("llvm.x86.sse2.pause", out=ir.VoidType())
+        return context.get_dummy_value()
+    return types.void(), code
+
+
+@compiled_intrinsic
+def cycles(typing: Any) -> Any:
+    """The processor's clock, in ticks of its own."""
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return Emit(builder).call("llvm.readcyclecounter", out=I64)
+    return types.int64(), code
+
+
+@compiled_intrinsic
+def ask(typing: Any, address: Any) -> Any:
+    """The int that the C function at `address`, which takes nothing, returns."""
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.sext(builder.call(Emit(builder).pointer(args[0], ir.FunctionType(I32, [])), []), I64)
+    return types.int64(types.int64), code

@@ -48,6 +48,13 @@ class Team:
         """Whose threads do the work, for reports."""
         return "torch's OpenMP" if self._library is not None else "Python threads"
 
+    @property
+    def sizer(self) -> int:
+        """Address of the C function that tells a thread how many its team has; 0 where all that are asked for run."""
+        if self._library is None or not hasattr(self._library, "omp_get_num_threads"):
+            return 0
+        return ctypes.cast(self._library.omp_get_num_threads, ctypes.c_void_p).value or 0
+
     def run(self, function: int, argument: int, threads: int) -> None:
         """`function`: address of a void(void*) that never raises and never takes the GIL."""
         if threads <= 1:

@@ -12,13 +12,15 @@ from pagedcli.attention.interface import AttentionBackend, LayerSpec
 class Decoder(Protocol):
     """What the executor needs of a model. A fused implementation for one family can stand in for HFDecoder.
 
-    `specs` has one entry per attention layer, in calling order; `attention_seconds` is of the last forward.
+    `specs` has one entry per attention layer, in calling order; `attention_seconds` is of the last forward. Row counts
+    are padded to multiples of `row_tile`, 1 where a row's bits never depend on how many there are.
     """
 
     specs: tuple[LayerSpec, ...]
     vocab_size: int
     dtype: torch.dtype
     device: torch.device
+    row_tile: int
 
     @property
     def attention_seconds(self) -> float: ...

@@ -29,15 +29,16 @@ class FlatBatch:
     layout: BatchLayout
 
 
-def flatten(plan: StepPlan, block_size: int) -> FlatBatch:
-    """Arrays for one forward. Padding rows have id 0, position 0 and slot -1, so nothing is written for them."""
-    layout = build_layout(plan, block_size, ROW_TILE)
+def flatten(plan: StepPlan, block_size: int, row_tile: int = ROW_TILE) -> FlatBatch:
+    """Arrays for one forward. Row counts are padded to multiples of `row_tile` (the
+    decoder's). Padding rows have id 0, position 0 and slot -1, so nothing is written for them."""
+    layout = build_layout(plan, block_size, row_tile)
     ids = np.zeros(len(layout.slots), np.int64)
     ids[:layout.num_tokens] = np.fromiter(chain.from_iterable(s.tokens for s in plan.slices), np.int64,
                                           layout.num_tokens)
     wanted = np.fromiter((s.logit_rows for s in plan.slices), np.int64, len(plan.slices))
     rows = _last_rows(layout.query_start[1:].astype(np.int64), wanted)
-    padded = np.zeros(-(-len(rows) // ROW_TILE) * ROW_TILE, np.int64)
+    padded = np.zeros(-(-len(rows) // row_tile) * row_tile, np.int64)
     padded[:len(rows)] = rows
     return FlatBatch(torch.from_numpy(ids), torch.from_numpy(layout.positions), torch.from_numpy(padded), len(rows),
                      layout)

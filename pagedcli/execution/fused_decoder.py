@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pagedcli.attention.interface import AttentionBackend, LayerSpec
+from pagedcli.execution.flat_batch import ROW_TILE
 from pagedcli.execution.hf_model import HFDecoder
 from pagedcli.execution.row_team import ELEMENTS, RowTeam
 
@@ -80,6 +81,8 @@ class _Layer:
 class FusedDecoder:
     """Implements `decoder.Decoder` over the weights of an HFDecoder, whose own copies it takes apart as it goes."""
 
+    row_tile = ROW_TILE
+
     def __init__(self, source: HFDecoder, max_positions: int) -> None:
         module: Any = source.module
         self.specs, self.vocab_size = source.specs, source.vocab_size
@@ -88,7 +91,7 @@ class FusedDecoder:
         self._eps = float(module.config.rms_norm_eps)
         self._norm: torch.Tensor = module.model.norm.weight.detach()
         self._head = packed_module(module.lm_head)
-        self._table = _rotary_table(module.model.rotary_emb, max_positions)
+        self._table = rotary_table(module.model.rotary_emb, max_positions)
         self._layers = [_take_layer(layer, spec) for layer, spec in zip(module.model.layers, self.specs, strict=True)]
         self._team = RowTeam(self.dtype)
         self._backend: AttentionBackend | None = None
@@ -151,7 +154,7 @@ def _take_layer(layer: Any, spec: LayerSpec) -> _Layer:
     return result
 
 
-def _rotary_table(rotary: Any, positions: int) -> torch.Tensor:
+def rotary_table(rotary: Any, positions: int) -> torch.Tensor:
     """[positions, dim] float32: cosines then sines of each position, scaled as the model scales them."""
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * rotary.inv_freq.float()[None]
     scale = float(getattr(rotary, "attention_scaling", 1.0))

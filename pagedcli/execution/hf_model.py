@@ -15,6 +15,7 @@ from pagedcli.attention.interface import AttentionBackend, LayerSpec
 from pagedcli.core.errors import CannotRunError, PagedError, UsageError
 from pagedcli.execution.experts import tile_experts
 from pagedcli.execution.families import check_family
+from pagedcli.execution.flat_batch import ROW_TILE
 from pagedcli.execution.hook import HOOK_NAME, Observer, PagedRun, running
 from pagedcli.execution.model_hub import ModelSource
 from pagedcli.execution.quiet import quiet_transformers
@@ -25,6 +26,8 @@ RANDOM_ELEMENTS = 4_194_301
 
 class HFDecoder:
     """Hugging Face's own modules, with their attention replaced. One flattened batch a forward, no cache object."""
+
+    row_tile = ROW_TILE
 
     def __init__(self, module: PreTrainedModel) -> None:
         self.module = module

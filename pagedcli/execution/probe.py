@@ -96,7 +96,7 @@ def probe(decoder: HFDecoder, backend: AttentionBackend, cache_dtype: torch.dtyp
     for cut in CUTS:
         plan = StepPlan([Slice(seq, tokens[seq][done[seq]:done[seq] + count], done[seq], tables[seq], count)
                          for seq, count in enumerate(cut)])
-        logits = forward(runner, backend, flatten(plan, block_size))
+        logits = forward(runner, backend, flatten(plan, block_size, runner.row_tile))
         rows.append(logits)
         judged += [expected[seq, done[seq]:done[seq] + count] for seq, count in enumerate(cut)]
         done = [have + count for have, count in zip(done, cut, strict=True)]

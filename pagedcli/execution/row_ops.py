@@ -98,11 +98,12 @@ def _scale_row(row: Any, weight: Any, eps: Any, out: Any) -> None:
 @njit(cache=True)
 def norm_row(row: int, residual: Any, delta: Any, weight: Any, eps: Any, out: Any) -> None:
     """residual[row] += delta[row] (when there is one); out[row] = its root-mean-square norm times weight."""
+    line = residual[row, :weight.shape[0]]
     if delta.shape[0]:
-        line, extra = residual[row], delta[row]
+        extra = delta[row]
         for i in range(line.shape[0]):
             line[i] = _narrow(_widen(line[i]) + _widen(extra[i]), line)
-    _scale_row(residual[row], weight, eps, out[row])
+    _scale_row(line, weight, eps, out[row])
 
 
 @njit(cache=True)
@@ -157,15 +158,16 @@ def _address(typing: Any, pointer: Any) -> Any:
 
 
 def build_norm(element: Any) -> Any:
-    """void(block): 3 residual, 4 delta or 0, 5 weight, 6 out, 7 width, 8 eps as float bits."""
+    """void(block): 3 residual, 4 delta or 0 (its rows are `width` apart), 5 weight, 6 out, 7 width, 8 eps as float
+    bits, 9 and 10 elements from row to row of residual and out."""
     def work(block: Any) -> None:
         base = _address(block)
         rows, piece, width = _arg(base, ROWS), _arg(base, PIECE), _arg(base, 7)
-        residual = carray(_pointer(_arg(base, 3)), (rows, width), element)
+        residual = carray(_pointer(_arg(base, 3)), (rows, _arg(base, 9)), element)
         given = rows if _arg(base, 4) else 0
         delta = carray(_pointer(_arg(base, 4)), (given, width), element)
         weight = carray(_pointer(_arg(base, 5)), (width,), element)
-        out = carray(_pointer(_arg(base, 6)), (rows, width), element)
+        out = carray(_pointer(_arg(base, 6)), (rows, _arg(base, 10)), element)
         eps = np.int32(_arg(base, 8)).view(np.float32)
         first = fetch_add(base + 8 * NEXT, piece)
         while first < rows:
@@ -210,4 +212,26 @@ def build_silu(element: Any) -> Any:
     return cfunc(types.void(types.voidptr), cache=True)(work)
 
 
-BUILDERS: dict[str, Callable[[Any], Any]] = {"norm": build_norm, "rope": build_rope, "silu": build_silu}
+def build_take(element: Any) -> Any:
+    """void(block): 3 places (int64 a row), 4 table, 5 out, 6 width, 7 and 8 elements from row to row of table and out:
+    out[row] = table[places[row]]."""
+    cell = np.dtype(element).itemsize
+
+    def work(block: Any) -> None:
+        base = _address(block)
+        rows, piece, width = _arg(base, ROWS), _arg(base, PIECE), _arg(base, 6)
+        places = carray(_pointer(_arg(base, 3)), (rows,), np.int64)
+        out = carray(_pointer(_arg(base, 5)), (rows, _arg(base, 8)), element)
+        first = fetch_add(base + 8 * NEXT, piece)
+        while first < rows:
+            for row in range(first, min(first + piece, rows)):
+                start = _arg(base, 4) + places[row] * _arg(base, 7) * cell
+                line = carray(_pointer(start), (width,), element)
+                for i in range(width):
+                    out[row, i] = line[i]
+            first = fetch_add(base + 8 * NEXT, piece)
+    return cfunc(types.void(types.voidptr), cache=True)(work)
+
+
+BUILDERS: dict[str, Callable[[Any], Any]] = {"norm": build_norm, "rope": build_rope, "silu": build_silu,
+                                                  "take": build_take}

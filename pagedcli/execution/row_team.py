@@ -18,7 +18,8 @@ ALONE = 1 << 15
 
 
 @cache
-def _compiled(name: str, dtype: torch.dtype) -> Any:
+def compiled(name: str, dtype: torch.dtype) -> Any:
+    """The row operation `name` for elements of `dtype`; `.address` is that of a void(address of its block)."""
     return row_ops.BUILDERS[name](ELEMENTS[dtype])
 
 
@@ -35,7 +36,7 @@ class RowTeam:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._team = Team()
-        self._norm, self._rope, self._silu = (_compiled(name, dtype) for name in ("norm", "rope", "silu"))
+        self._norm, self._rope, self._silu = (compiled(name, dtype) for name in ("norm", "rope", "silu"))
         self._block = np.zeros(row_ops.WORDS, np.int64)
         self._threads = torch.get_num_threads()
 
@@ -44,7 +45,7 @@ class RowTeam:
         """residual [T, D] += delta [T, D]; out [T, D] = residual / rms(residual) * weight [D]."""
         added = 0 if delta is None else delta.data_ptr()
         self._run(self._norm, residual.shape[0], residual.numel(), residual.data_ptr(), added, weight.data_ptr(),
-                  out.data_ptr(), residual.shape[1], float_bits(eps))
+                  out.data_ptr(), residual.shape[1], float_bits(eps), residual.shape[1], residual.shape[1])
 
     def rope(self, qkv: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, weights: torch.Tensor | None,
              eps: float, heads: int, dim: int, queries: int) -> None:

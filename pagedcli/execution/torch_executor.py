@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from pagedcli.execution.hf_model import HFDecoder, load_config, load_decoder, pi
 from pagedcli.execution.interface import Executor, ExecutorInfo, ExecutorLimits
 from pagedcli.execution.kv_store import KVStore, PoolSize, Room, dtype_name, kv_dtype, size_pool
 from pagedcli.execution.model_hub import ModelSource
+from pagedcli.execution.native_decoder import NativeDecoder, not_native
 from pagedcli.execution.probe import probe
 
 
@@ -59,7 +61,7 @@ class TorchExecutor(Executor):
             moved = time.perf_counter()
             if not plan.slices:
                 return StepResult(None, moved - began, {"memory": moved - began})
-            batch = flatten(plan, self.limits.block_size)
+            batch = flatten(plan, self.limits.block_size, self.decoder.row_tile)
             laid_out = time.perf_counter()
             logits = self.steps.run(batch)
         ended = time.perf_counter()
@@ -68,6 +70,17 @@ class TorchExecutor(Executor):
 
     def close(self) -> None:
         self.store.close()
+
+
+def choose_decoder(decoder: HFDecoder, backend: AttentionBackend) -> tuple[Callable[[HFDecoder, int], Decoder], str]:
+    """What makes the decoder to run from (the loaded one, most positions), the fastest that can, and what it is."""
+    unfused = unfusable(decoder)
+    if unfused is not None:
+        return lambda own, _: own, f"transformers' own modules ({unfused})"
+    slower = not_native(decoder, backend)
+    if slower is not None:
+        return FusedDecoder, f"fused, products by oneDNN ({slower})"
+    return NativeDecoder, "one native program for this CPU"
 
 
 class ModelSplit(Protocol):
@@ -110,9 +123,9 @@ def load_executor(source: ModelSource, model: ModelConfig, cache: CacheConfig, s
         backend = path.backend(backend_name)
         cache_dtype = kv_dtype(cache.dtype, dtype)
         layout = KVLayout(decoder.specs, cache.block_size)
-        why_not = unfusable(decoder)
+        refine, layers = choose_decoder(decoder, backend)
         trial = probe(decoder, backend, cache_dtype, cache.block_size, source.name,
-                      lambda own: own if why_not else FusedDecoder(own, max_positions))
+                      lambda own: refine(own, max_positions))
         probed_at = time.perf_counter()
         room = None
         if cache.num_blocks is None and cache.memory is None:
@@ -126,7 +139,7 @@ def load_executor(source: ModelSource, model: ModelConfig, cache: CacheConfig, s
         trial.decoder.attach(backend)
     notes = [*source.notes, f"KV pool: {size.num_blocks:,} blocks of {cache.block_size} tokens ({size.note})",
              f"attention probe: relative error {trial.error:.2g} against eager"]
-    notes.append(f"layers: transformers' own modules ({why_not})" if why_not else "layers: fused for this CPU")
+    notes.append(f"layers: {layers}")
     if position_note:
         notes.append(position_note)
     limits = ExecutorLimits(num_blocks=size.num_blocks, host_blocks=size.host_blocks, block_size=cache.block_size,

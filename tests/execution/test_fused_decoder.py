@@ -1,4 +1,4 @@
-"""Fused layers against the model's own, and the row operations between them against plain torch."""
+"""Fused layers, native and by oneDNN, against the model's own, and the row operations between them against torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from pagedcli.core.plan import Slice, StepPlan
+from pagedcli.execution import fused_decoder, native_decoder, torch_executor
 from pagedcli.execution.fused_decoder import FusedDecoder, packed
+from pagedcli.execution.linear_kernels import lacks
+from pagedcli.execution.native_decoder import NativeDecoder
 from pagedcli.execution.row_team import RowTeam
 from tests.execution.tiny_models import VOCAB, eager_logits, load, run_steps, save_model, shuffled_tables
 
@@ -28,12 +31,24 @@ LLAMA_LIKE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(params=["native", "oneDNN"])
+def decoder_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type:
+    """The class that llama-like models run as; the slower one as on a processor without the native products."""
+    if request.param == "oneDNN":
+        monkeypatch.setattr(torch_executor, "not_native", lambda decoder, backend: "none wanted")
+        return FusedDecoder
+    reason = lacks(torch.float32)
+    if reason is not None:
+        pytest.skip(f"no native products on this processor: {reason}")
+    return NativeDecoder
+
+
 @pytest.mark.parametrize("name", LLAMA_LIKE)
-def test_logits_equal_the_models_own(name: str, tmp_path: Path) -> None:
+def test_logits_equal_the_models_own(name: str, tmp_path: Path, decoder_kind: type) -> None:
     family, changes = LLAMA_LIKE[name]
     folder = save_model(family, tmp_path / "model", **changes)
     executor = load(folder, attention_backend="cpu")
-    assert isinstance(executor.decoder, FusedDecoder), executor.info.notes
+    assert isinstance(executor.decoder, decoder_kind), executor.info.notes
     prompts = [[3 + (7 * place + row) % 90 for place in range(length)] for row, length in enumerate((21, 9, 26))]
     tables = shuffled_tables([len(prompt) for prompt in prompts], 64, 4)
     ours = run_steps(executor, prompts, tables, [(10, 1, 3), (1, 8, 20), (10, 0, 3)])
@@ -47,24 +62,23 @@ def test_logits_equal_the_models_own(name: str, tmp_path: Path) -> None:
 def test_other_models_keep_their_modules_and_say_why(family: str, changes: dict[str, Any], reason: str,
                                                      tmp_path: Path) -> None:
     executor = load(save_model(family, tmp_path / "model", **changes), attention_backend="cpu")
-    assert not isinstance(executor.decoder, FusedDecoder)
+    assert not isinstance(executor.decoder, FusedDecoder | NativeDecoder)
     assert any(reason in note for note in executor.info.notes), executor.info.notes
 
 
-def test_the_source_weights_are_let_go(tmp_path: Path) -> None:
-    from pagedcli.execution import fused_decoder
-
+def test_the_source_weights_are_let_go(tmp_path: Path, decoder_kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    original = fused_decoder._take_layer
+    place, name = ((fused_decoder, "_take_layer") if decoder_kind is FusedDecoder
+                   else (native_decoder, "NativeLayer"))
+    original = getattr(place, name)
 
-    def watching(layer: Any, spec: Any) -> Any:
-        result = original(layer, spec)
+    def watching(layer: Any, *rest: Any) -> Any:
+        result = original(layer, *rest)
         taken.append(sum(item.weight.numel() for item in (layer.self_attn.q_proj, layer.mlp.down_proj)))
         return result
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_decoder, "_take_layer", watching)
-        load(save_model("llama", tmp_path / "model"), attention_backend="cpu")
+    monkeypatch.setattr(place, name, watching)
+    load(save_model("llama", tmp_path / "model"), attention_backend="cpu")
     assert taken == [0, 0, 0]
 
 
