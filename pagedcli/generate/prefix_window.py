@@ -19,9 +19,6 @@ from pagedcli.execution.interface import ExecutorLimits
 MOST_BLOCKS = 1 << 16
 """Blocks in each of the window's halves at most: two sets of as many hashes, about 12 MB."""
 
-POOL_SHARE = 4
-"""Each half holds a fourth of the pool's blocks: beginnings used less recently may be gone from any cache."""
-
 
 class PrefixWindow:
     """Full blocks of the latest prompts, as chained 8-byte hashes of their tokens.
@@ -39,8 +36,13 @@ class PrefixWindow:
 
     @classmethod
     def of_pool(cls, limits: ExecutorLimits, kept: Sequence[int] = ()) -> PrefixWindow:
-        """The window that goes with an engine's pool. `kept`: tokens of a prefix that is pinned for good."""
-        return cls(limits.block_size, min(limits.num_blocks // POOL_SHARE, MOST_BLOCKS), kept)
+        """The window that goes with an engine's pool. `kept`: tokens of a prefix that is pinned for good.
+
+        Both halves together hold at most as many blocks as the pool: what was used before that may be gone from any
+        cache. Each is a power of two, since pools that are sized by free memory are never quite the same.
+        """
+        half = min(limits.num_blocks // 2, MOST_BLOCKS)
+        return cls(limits.block_size, 1 << max(half.bit_length() - 1, 0), kept)
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)

@@ -17,6 +17,9 @@ import psutil
 
 from tests.cli.test_crash import PROGRAM
 
+BEGINNINGS = ("", "Answer in one word. ", "Answer in one word, and say how sure you are of it. ")
+"""What rows share: nothing, one full block, three."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -28,8 +31,9 @@ def main() -> None:
         folder = Path(name)
         with (folder / "in.jsonl").open("w") as stream:
             for index in range(options.rows):
-                stream.write(json.dumps({"prompt": f"What is {index} and {index * 7 % 1000}?"}) + "\n")
-        base = ["generate", "in.jsonl", "--model", "null", "--no-prefix-cache", "--max-tokens", str(options.tokens)]
+                beginning = BEGINNINGS[index % len(BEGINNINGS)]
+                stream.write(json.dumps({"prompt": f"{beginning}What is {index} and {index * 7 % 1000}?"}) + "\n")
+        base = ["generate", "in.jsonl", "--model", "null", "--max-tokens", str(options.tokens)]
         one, _ = run(folder, [*base, "-o", "one"], options.rows)
         many, samples = run(folder, [*base, "-o", "many", "--ray", "--replicas", str(options.replicas)], options.rows)
         same = (folder / "one").read_bytes() == (folder / "many").read_bytes()
@@ -42,7 +46,8 @@ def main() -> None:
 def run(folder: Path, arguments: list[str], rows: int) -> tuple[float, list[tuple[float, float]]]:
     """Rows per second, and the driver's resident memory each time another tenth of the journal is there."""
     output = folder / arguments[arguments.index("-o") + 1]
-    process = subprocess.Popen([*PROGRAM, *arguments, "-q", "--json-summary", "s.json"], cwd=folder)
+    summary = output.with_suffix(".json")
+    process = subprocess.Popen([*PROGRAM, *arguments, "-q", "--json-summary", summary.name], cwd=folder)
     watched, samples, tenth = psutil.Process(process.pid), [], 1
     size_of_row = 0.0
     while process.poll() is None:
@@ -61,7 +66,7 @@ def run(folder: Path, arguments: list[str], rows: int) -> tuple[float, list[tupl
             tenth += 1
     if process.wait() != 0:
         sys.exit(f"{arguments} ended with {process.returncode}")
-    return json.loads((folder / "s.json").read_text())["rows_per_s"], samples
+    return json.loads(summary.read_text())["rows_per_s"], samples
 
 
 if __name__ == "__main__":

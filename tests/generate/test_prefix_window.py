@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
+from pagedcli.execution.interface import ExecutorLimits
 from pagedcli.generate.prefix_window import PrefixWindow
 
 
@@ -59,3 +62,15 @@ def test_only_what_was_used_lately_is_there_and_no_more_is_held() -> None:
         hits, misses = hits + (found > 0), misses + (found == 0)
         used += blocks
     assert hits > 500 and misses > 500
+
+
+@pytest.mark.parametrize(("blocks", "half"), [(1, 1), (40, 16), (20_921, 8192), (21_279, 8192), (10**7, 65_536)])
+def test_pools_of_nearly_one_size_have_one_window(blocks: int, half: int) -> None:
+    window = PrefixWindow.of_pool(ExecutorLimits(blocks, 0, 1, 100, 100, 1))
+    for token in range(half):
+        assert window.shared([token, 0]) == 0
+        window.add([token])
+    assert window.shared([0, 0]) == 1 and len(window) == half
+    for token in range(half, 2 * half):
+        window.add([token])
+    assert window.shared([0, 0]) == 0 and len(window) == half
