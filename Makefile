@@ -107,7 +107,7 @@ TIME_LIMIT ?= 150
 BASELINES  := orca-oracle orca-pow2 orca-max fastertransformer tgi hf
 bench-baselines: setup
 	$(BIN)/pagedcli bench --workload sharegpt $(addprefix --baseline ,$(BASELINES)) --rate 0.5,1,2 \
-		--num-requests $(REQUESTS) --time-limit $(TIME_LIMIT) --name baselines
+		--num-requests $(REQUESTS) --time-limit $(TIME_LIMIT) --name every-baseline
 
 bench-smoke: setup
 	$(BIN)/pagedcli bench --workload sharegpt --synthetic --offline --baseline orca-max --simulate a100-40gb \
