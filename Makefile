@@ -7,6 +7,7 @@ STAMP  := $(VENV)/.ready
 
 .PHONY: setup demo test test-all check lint types same-bits greedy-equal beam-equal bench-generate sharing \
         shared-prefix swap-table tensor-parallel ray-rows bench-baselines bench-smoke regress baseline paper figures \
+        record-beams calibrate-here \
         kernels cuda-setup cuda-check gpu-check wheel-check clean
 
 $(STAMP): pyproject.toml constraints.txt
@@ -95,10 +96,23 @@ gpu-check:
 
 # -- workloads and the paper -------------------------------------------------------------------------------------------
 
+# The paper's own ShareGPT lengths, where they lie beside the checkout (LENGTHS= for the shipped synthetic ones).
+LENGTHS ?= $(wildcard ../shared/paper/sharegpt_lengths.csv)
 paper: setup
-	$(BIN)/pagedcli paper all
+	$(BIN)/pagedcli paper all $(if $(LENGTHS),--lengths $(LENGTHS))
 
 figures: paper
+
+# Beam parents that Figures 14 and 15 use, recorded anew from real searches.
+record-beams: setup
+	$(RUN) -m tests.acceptance.record_beams
+
+# This machine's own engine at three rates, and beside each the simulator fitted to its steps. Wants a quiet machine.
+calibrate-here: setup
+	rm -rf build/calibrate-here
+	$(BIN)/pagedcli bench --workload alpaca --synthetic --offline --rate 0.5,1,2 --num-requests 60 --no-prefix-cache \
+		--no-plots --name calibrate-here --results build
+	$(BIN)/pagedcli calibrate --from-run build/calibrate-here --output build/this-machine.toml
 
 # Every baseline at three rates on the real model, under 20 minutes on two cores. 7 systems x 3 rates take turns; a run
 # that has not ended after TIME_LIMIT seconds is cut short and reported so (transformers' own generate, mostly).

@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from pagedcli.attention import cpu_kernels as kernels
-from pagedcli.attention.cpu_shapes import KernelShape, Routines, build_routines, vector_budget
+from pagedcli.attention.cpu_shapes import KernelShape, Routines, build_routines, pair_products, vector_budget
 from pagedcli.attention.cpu_team import Team
+from pagedcli.attention.cpu_vectors import pairs_keys
 from pagedcli.attention.interface import AttentionBackend, BatchLayout, KVLayout, LayerSpec
 from pagedcli.core.errors import CannotRunError
 
@@ -55,6 +56,7 @@ class CpuBackend(AttentionBackend):
     def __init__(self) -> None:
         self._team = Team()
         self._budget = vector_budget()
+        self._pairs = pair_products()
         self._loops: kernels.Loops | None = None
         self._built: dict[KernelShape, Routines] = {}
         self._layers: dict[tuple[int, torch.dtype], CpuLayer] = {}
@@ -134,8 +136,10 @@ class CpuBackend(AttentionBackend):
 
     def _shape(self, spec: LayerSpec, source: torch.dtype) -> KernelShape:
         assert self._pool is not None, "bind() comes first"
-        return KernelShape(SOURCE_KINDS[source], CACHE_KINDS[self._pool.dtype], spec.group, spec.key_dim,
-                           spec.value_dim, spec.softcap is not None, self._budget)
+        kind = CACHE_KINDS[self._pool.dtype]
+        dots = self._pairs and source == torch.bfloat16 and pairs_keys(kind, spec.key_dim)
+        return KernelShape(SOURCE_KINDS[source], kind, spec.group, spec.key_dim, spec.value_dim,
+                           spec.softcap is not None, self._budget, dots)
 
     def _routines(self, shape: KernelShape) -> Routines:
         try:

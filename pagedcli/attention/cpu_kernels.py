@@ -136,13 +136,13 @@ def attend_rows(a: int, s: int, scratch: int, first: int, n: int, position: int,
     if low >= high:
         return
     own, weight = scratch + load_i64(s + shapes.POINTERS_AT), scratch + load_i64(s + shapes.WEIGHTS_AT)
-    query = scratch + load_i64(s + shapes.Q_AT) + 4 * load_i64(s + shapes.KEY_DIM) * first
+    query = scratch + load_i64(s + shapes.Q_AT) + load_i64(s + shapes.QUERY_CELL) * load_i64(s + shapes.KEY_DIM) * first
     level, c, chunks = 3, low // LANES, (high + LANES - 1) // LANES
     while c < chunks:
         while c + (1 << level) > chunks or load_i64(s + shapes.SCORES + 8 * (4 * n + level)) == 0:
             level -= 1
         call(load_i64(s + shapes.SCORES + 8 * (4 * n + level)),
-             (query, own + 8 * c, coming + 8 * c, stride, weight + 4 * LANES * c))
+             (query, own + 8 * c, coming + 8 * c, stride, weight + 4 * LANES * c, a + SCALE))
         c += 1 << level
 
     scales = scratch + load_i64(s + shapes.SCALES_AT)
@@ -180,7 +180,7 @@ def attend_rows(a: int, s: int, scratch: int, first: int, n: int, position: int,
 @_compiled
 def start_rows(a: int, s: int, scratch: int, rows: int, h: int, token: int) -> None:
     """Query rows scaled into scratch, their sums emptied."""
-    group, key_dim = load_i64(s + shapes.GROUP), load_i64(s + shapes.KEY_DIM)
+    group, key_dim, cell = load_i64(s + shapes.GROUP), load_i64(s + shapes.KEY_DIM), load_i64(s + shapes.QUERY_CELL)
     queries, maxima = scratch + load_i64(s + shapes.Q_AT), scratch + load_i64(s + shapes.MAXIMA_AT)
     sums, denominators = scratch + load_i64(s + shapes.SUMS_AT), scratch + load_i64(s + shapes.DENOMINATORS_AT)
     for n in range(rows * load_i64(s + shapes.VALUE_DIM)):
@@ -190,7 +190,7 @@ def start_rows(a: int, s: int, scratch: int, rows: int, h: int, token: int) -> N
     for r in range(rows):
         head = h * group + r % group
         here = load_i64(a + Q) + (token + r // group) * load_i64(a + Q_TOKEN) + head * load_i64(a + Q_HEAD)
-        call(load_i64(s + shapes.LOAD_Q), (here, queries + 4 * key_dim * r, a + SCALE))
+        call(load_i64(s + shapes.LOAD_Q), (here, queries + cell * key_dim * r, a + ONE if cell == 2 else a + SCALE))
         store_f32(maxima + 4 * r, -np.inf)
         if load_i64(a + SINKS) != 0:
             # A sink is a key of weight one that is seen first and has no value.

@@ -22,21 +22,31 @@ from pagedcli.attention.cpu_vectors import (
 VECTOR = ir.VectorType(F32, LANES)
 
 
-def emit_scores(emit: Emit, args: list[Any], kind: str, dim: int, rows: int, chunks: int) -> None:
-    """args: q (fp32 rows of `dim`), addresses of the key chunks, of chunks that will be read next, bytes from one dim
-    (pair) to the next, out."""
-    q, pointers, coming, stride, out = args
+def emit_scores(emit: Emit, args: list[Any], kind: str, dim: int, rows: int, chunks: int, dots: bool) -> None:
+    """args: q (rows of `dim`; fp32 and scaled, or bf16 as they came when `dots`), addresses of the key chunks, of
+    chunks that will be read next, bytes from one dim (pair) to the next, out, the scale (for `dots`)."""
+    q, pointers, coming, stride, out, scale_at = args
     b, step = emit.b, 2 if pairs_keys(kind, dim) else 1
     bases = [emit.load(emit.at(pointers, 8 * c), I64) for c in range(chunks)]
     ahead = [emit.load(emit.at(coming, 8 * c), I64) for c in range(chunks)]
     sums = [[cgutils.alloca_once_value(b, emit.splat(0.0, F32, LANES)) for _ in range(chunks)] for _ in range(rows)]
     turns = dim // step
+    words = ir.VectorType(I32, LANES)
     unroll = 2 if step == 1 and turns % 2 == 0 else 1
     with cgutils.for_range(b, emit.i64(turns // unroll), intp=I64) as loop:
         offset = b.mul(loop.index, b.mul(stride, emit.i64(unroll)))
-        query = b.add(q, b.mul(loop.index, emit.i64(4 * step * unroll)))
+        query = b.add(q, b.mul(loop.index, emit.i64((4 if dots else 4 * step) * unroll)))
         for u in range(unroll):
             place = b.add(offset, b.mul(stride, emit.i64(u)))
+            if dots:
+                pairs = [emit.load(b.add(base, place), words) for base in bases]
+                for base in ahead:
+                    emit.fetch(b.add(base, place))
+                for r in range(rows):
+                    given = emit.spread(emit.load(emit.at(query, 2 * r * dim), I32), LANES)
+                    for c in range(chunks):
+                        b.store(emit.pair_fma(given, pairs[c], b.load(sums[r][c])), sums[r][c])
+                continue
             keys = [emit.split_words(b.add(base, place)) if step == 2
                     else (emit.widen(kind, b.add(base, place), LANES),) for base in bases]
             for base in ahead:
@@ -47,9 +57,11 @@ def emit_scores(emit: Emit, args: list[Any], kind: str, dim: int, rows: int, chu
                     for c in range(chunks):
                         product = emit.fma(emit.spread(scalar, LANES), keys[c][part], b.load(sums[r][c]))
                         b.store(product, sums[r][c])
+    scale = emit.spread(emit.load(scale_at, F32), LANES) if dots else None
     for r in range(rows):
         for c in range(chunks):
-            emit.store(b.load(sums[r][c]), emit.at(out, 4 * (r * TILE + c * LANES)))
+            total = b.load(sums[r][c])
+            emit.store(total if scale is None else b.fmul(total, scale), emit.at(out, 4 * (r * TILE + c * LANES)))
 
 
 def emit_weights(emit: Emit, args: list[Any], capped: bool) -> None:

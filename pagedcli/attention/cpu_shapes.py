@@ -40,8 +40,8 @@ MOST_ROWS = 8
 SCORES, WEIGHTED = 0, 8 * 4 * MOST_ROWS
 ROUTINES = range(WEIGHTED + 8 * MOST_ROWS, WEIGHTED + 8 * MOST_ROWS + 56, 8)
 (WEIGHTS, FINISH, LOAD_Q, STORE_K, STORE_V, MOVE_K, MOVE_8) = ROUTINES
-SIZES = range(ROUTINES.stop, ROUTINES.stop + 72, 8)
-(GROUP, ROWS, KEY_DIM, VALUE_DIM, KEY_CELL, KEY_LINES, VALUE_CELL, OUT_CELL, CONVERTS) = SIZES
+SIZES = range(ROUTINES.stop, ROUTINES.stop + 80, 8)
+(GROUP, ROWS, KEY_DIM, VALUE_DIM, KEY_CELL, KEY_LINES, VALUE_CELL, OUT_CELL, CONVERTS, QUERY_CELL) = SIZES
 PARTS = range(SIZES.stop, SIZES.stop + 80, 8)
 (Q_AT, SUMS_AT, DENOMINATORS_AT, MAXIMA_AT, WEIGHTS_AT, SCALES_AT, POINTERS_AT, KEYS_AT, ROW_AT, SCRATCH_BYTES) = PARTS
 TABLE_BYTES = PARTS.stop
@@ -50,6 +50,12 @@ TABLE_BYTES = PARTS.stop
 def vector_budget() -> int:
     """Vectors of 16 floats to keep as sums: 24 of the 32 registers where they are this wide, else a few pairs."""
     return 24 if binding.get_host_cpu_features().get("avx512f", False) else 6
+
+
+def pair_products() -> bool:
+    """Whether this processor multiplies pairs of bfloat16 and adds them to a float in one instruction."""
+    features = binding.get_host_cpu_features()
+    return bool(features.get("avx512f", False) and features.get("avx512bf16", False))
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,13 @@ class KernelShape:
     value_dim: int
     capped: bool
     budget: int
+    dots: bool = False
+    """Whether scores are sums of bfloat16 pair products, scaled after; else of float32 products of scaled queries."""
+
+    @property
+    def query_kind(self) -> str:
+        """Type of the queries in a thread's scratch."""
+        return "bf16" if self.dots else "fp32"
 
     @property
     def item_tokens(self) -> int:
@@ -79,7 +92,7 @@ class KernelShape:
         pair = 2 if pairs_keys(self.cache, self.key_dim) else 1
         return (self.group, row_counts(self.group, self.budget)[0], self.key_dim, self.value_dim,
                 BYTES[self.cache] * pair, self.key_dim // pair, BYTES[self.cache], BYTES[self.source],
-                int(self.source != self.cache))
+                int(self.source != self.cache), BYTES[self.query_kind])
 
     def parts(self) -> tuple[int, ...]:
         """The fields PARTS of the table: where each part of a thread's scratch begins; last, the size of it all."""
@@ -105,7 +118,7 @@ def _fill(builder: ir.IRBuilder, table: Any, shape: KernelShape) -> None:
     """Emits the shape's routines and the stores of their addresses."""
     emit = Emit(builder)
     cache, source, budget = shape.cache, shape.source, shape.budget
-    _, _, key_dim, value_dim, cell, lines, _, _, _ = shape.sizes()
+    _, _, key_dim, value_dim, cell, lines, *_ = shape.sizes()
 
     def put(place: int, name: str, arguments: int, body: Any) -> None:
         made = routine(builder.module, name, [I64] * arguments, ir.VoidType(), body)
@@ -113,13 +126,13 @@ def _fill(builder: ir.IRBuilder, table: Any, shape: KernelShape) -> None:
 
     for n in row_counts(shape.group, budget):
         for width in chunk_counts(n, budget):
-            put(SCORES + 8 * (4 * n + width.bit_length() - 1), f"scores_{n}_{width}", 5,
-                lambda e, a, n=n, width=width: routines.emit_scores(e, a, cache, key_dim, n, width))
+            put(SCORES + 8 * (4 * n + width.bit_length() - 1), f"scores_{n}_{width}", 6,
+                lambda e, a, n=n, width=width: routines.emit_scores(e, a, cache, key_dim, n, width, shape.dots))
         put(WEIGHTED + 8 * n, f"weighted_{n}", 11,
             lambda e, a, n=n: routines.emit_weighted(e, a, cache, value_dim, n, budget))
     put(WEIGHTS, "weights", 7, lambda e, a: routines.emit_weights(e, a, shape.capped))
     put(FINISH, "finish", 3, lambda e, a: routines.emit_finish(e, a, cache, value_dim, source))
-    put(LOAD_Q, "load_q", 3, lambda e, a: routines.emit_convert(e, a, source, "fp32", key_dim))
+    put(LOAD_Q, "load_q", 3, lambda e, a: routines.emit_convert(e, a, source, shape.query_kind, key_dim))
     put(STORE_K, "store_k", 3, lambda e, a: routines.emit_convert(e, a, source, cache, key_dim))
     put(STORE_V, "store_v", 3, lambda e, a: routines.emit_convert(e, a, source, cache, value_dim))
     put(MOVE_K, "move_k", 4, lambda e, a: routines.emit_move(e, a, cell, lines))
@@ -127,9 +140,9 @@ def _fill(builder: ir.IRBuilder, table: Any, shape: KernelShape) -> None:
 
 
 def _fill_table(typing: Any, table: Any, source: Any, cache: Any, group: Any, key_dim: Any, value_dim: Any,
-               capped: Any, budget: Any) -> Any:
+               capped: Any, budget: Any, dots: Any) -> Any:
     """Stores the addresses of one shape's routines into a table; all but the table are constants."""
-    fields = (source, cache, group, key_dim, value_dim, capped, budget)
+    fields = (source, cache, group, key_dim, value_dim, capped, budget, dots)
     shape = KernelShape(*(field.literal_value for field in fields))
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -154,11 +167,13 @@ def build_routines(shape: KernelShape) -> Routines:
     """Compiles a shape's routines, or loads them from the disk cache where they were built before."""
     source, cache, group = shape.source, shape.cache, shape.group
     key_dim, value_dim, capped, budget = shape.key_dim, shape.value_dim, int(shape.capped), shape.budget
+    dots = int(shape.dots)
+    binding.initialize_native_asmparser()  # for the instruction in Emit.pair_fma
     stamp = source_stamp()
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def fill(table: int) -> None:
-        fill_table(table + 0 * stamp, source, cache, group, key_dim, value_dim, capped, budget)
+        fill_table(table + 0 * stamp, source, cache, group, key_dim, value_dim, capped, budget, dots)
 
     table = np.zeros(TABLE_BYTES // 8, np.int64)
     fill.ctypes(table.ctypes.data)

@@ -4,7 +4,7 @@ Why not loops left to the vectoriser: the result of a row must not depend on its
 on the block size, so every sum needs one order, stated here, whatever shape the loops around it take.
 Vectors are 16 floats; LLVM splits them where registers are narrower, which changes no bit. The orders:
 
-* score of a key: fused multiply-adds over the dims, first to last;
+* score of a key: fused multiply-adds over the dims, first to last; or over pairs of them, where a processor has that;
 * softmax: tiles of TILE positions from position 0 of the sequence, each rescaled by its running maximum;
   the denominator in 16 lanes (position mod 16), first to last, and a fixed tree over the lanes at the end;
 * weighted sum of values: fused multiply-adds over the positions, first to last.
@@ -116,6 +116,12 @@ class Emit:
     def fma(self, a: Any, b: Any, c: Any) -> Any:
         lanes = f"v{a.type.count}f32" if isinstance(a.type, ir.VectorType) else "f32"
         return self.call(f"llvm.fma.{lanes}", a, b, c)
+
+    def pair_fma(self, pairs: Any, weights: Any, total: Any) -> Any:
+        """total + both products of the bfloat16 pairs in the words of two vectors, in the processor's own order."""
+        kind = ir.FunctionType(total.type, [pairs.type, weights.type, total.type])
+        code = ir.InlineAsm(kind, "vdpbf16ps $2, $1, $0", "=v,v,v,0")
+        return self.b.call(code, [pairs, weights, total])
 
     def at(self, address: Any, offset: int) -> Any:
         return self.b.add(address, self.i64(offset))

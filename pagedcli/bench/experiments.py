@@ -94,7 +94,7 @@ def finite(value: float | None) -> float | None:
 @dataclass(frozen=True)
 class Setting:
     """How experiments are run. `scale` shortens runs (1: the paper's durations), for smoke tests. `beams`:
-    a recording of beam parents (RecordedBeams.read)."""
+    a recording of beam parents (RecordedBeams.read) in place of the shipped one."""
 
     source: LengthSource = field(default_factory=LengthSource)
     workers: int = 1

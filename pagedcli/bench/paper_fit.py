@@ -99,7 +99,7 @@ FREE: Mapping[str, tuple[float, float]] = {
     "weight_efficiency": (0.5, 0.9), "flop_efficiency": (0.3, 0.8), "kv_efficiency": (0.2, 0.9),
     "layer_seconds": (1e-6, 1e-3), "step_seconds": (1e-4, 2e-2), "sequence_seconds": (1e-7, 1e-3),
     "token_seconds": (1e-9, 1e-4), "allreduce_seconds": (1e-6, 3e-4), "prompt_seconds": (1e-6, 1e-2),
-    "ft_step_seconds": (1e-4, 2e-2), "ft_layer_seconds": (1e-6, 1e-3),
+    "ft_step_seconds": (1e-4, 2e-2), "ft_layer_seconds": (1e-6, 1e-3), "ft_allreduce_seconds": (1e-7, 3e-4),
 }
 """Fitted coefficients and the range that makes physical sense. `ft_`: FasterTransformer's software."""
 

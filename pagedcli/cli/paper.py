@@ -23,7 +23,7 @@ def paper(
     lengths: Annotated[Path | None, typer.Option(
         metavar="FILE", help="Real ShareGPT lengths (CSV of input,output) in place of the synthetic set.")] = None,
     beams: Annotated[Path | None, typer.Option(
-        metavar="FILE", help="Recorded beam parents (JSON) in place of the stated model.")] = None,
+        metavar="FILE", help="Recorded beam parents (JSON) in place of the shipped recording.")] = None,
     results: Annotated[Path, typer.Option(metavar="DIR", help="Where results go.")] = Path("results/paper"),
     workers: Annotated[int | None, typer.Option(help="Processes. Default: one a core.")] = None,
     scale: Annotated[float, typer.Option(help="Shorten all runs by this factor (a smoke test; verdicts then say "
@@ -33,8 +33,9 @@ def paper(
     """Rerun the experiments of the PagedAttention paper on simulated A100s, in minutes.
 
     The scheduler, the memory systems and every block are real; only time is simulated, by a cost model with one set of
-    coefficients for all figures. Lengths are synthetic unless --lengths gives real ones. Writes a JSON, a PNG (with
-    matplotlib) and a page of Markdown.
+    coefficients for all figures. Lengths are synthetic unless --lengths gives real ones: with those of the paper's
+    artefact, in its order, the very requests of the paper are served. Writes a JSON, a PNG (with matplotlib) and a page
+    of Markdown.
     """
     from pagedcli.bench.experiments import Setting, choose, default_workers, registry, run_experiment
     from pagedcli.bench.paper_report import write_outcome, write_summary

@@ -89,7 +89,6 @@ class ReplacingBeams(BeamScript):
         return found
 
 
-
 class RecordedBeams(BeamScript):
     """Parents as a real beam search chose them. `recordings`: for each recorded request, for each step, the place of
     every beam's parent. Requests take recordings in turn, and begin them again when theirs are longer."""
@@ -110,11 +109,13 @@ class RecordedBeams(BeamScript):
 
     @classmethod
     def read(cls, path: Path, width: int) -> RecordedBeams:
-        """From a JSON file `{"widths": {"4": [[[0, 0, 1, 3], ...], ...]}}`. UsageError says what is wrong with it."""
+        """From a JSON file `{"widths": {"4": [[[0, 0, 1, 3], ...], ...]}}`, where a request may also be a string of its
+        steps in digits: "0013 0123". UsageError says what is wrong with it."""
         try:
             data = json.loads(path.read_text("utf-8"))
-            return cls(data["widths"][str(width)], width)
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as fault:
+            return cls([[[int(digit) for digit in step] for step in request.split()] if isinstance(request, str)
+                        else request for request in data["widths"][str(width)]], width)
+        except (OSError, ValueError, KeyError, TypeError) as fault:
             raise UsageError(f"{path.name}: no recorded beams of width {width} ({type(fault).__name__}: {fault})"
                              ) from fault
 

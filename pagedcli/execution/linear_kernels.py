@@ -91,9 +91,7 @@ def _multiply(emit: Emit, kind: str, total: Any, given: Any, weight: Any) -> Any
     """total + given * weight; in bfloat16 both products of a pair, by the processor's own order and rounding."""
     if kind == "fp32":
         return emit.fma(given, weight, total)
-    floats, words = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
-    code = ir.InlineAsm(ir.FunctionType(floats, [words, words, floats]), "vdpbf16ps $2, $1, $0", "=v,v,v,0")
-    return emit.b.call(code, [given, weight, total])
+    return emit.pair_fma(given, weight, total)
 
 
 def _silu(emit: Emit, gate: Any) -> Any:
@@ -156,7 +154,7 @@ fill_tiles: Any = intrinsic(prefer_literal=True)(_fill_tiles)
 @cache
 def build_tiles(kind: str, epilogue: str) -> Any:
     """void(address of a table of TILE_ROWS + 1 int64): fills it with the addresses of the tiles by their rows."""
-    binding.initialize_native_asmparser()  # for the instruction in _multiply
+    binding.initialize_native_asmparser()  # for the instruction in Emit.pair_fma
     stamp = source_stamp()
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")

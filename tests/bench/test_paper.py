@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pagedcli.bench.experiments import Setting, choose, near, points, registry, run_experiment
+from pagedcli.bench.experiments_memory import beams_of
 from pagedcli.bench.paper_report import write_outcome, write_summary
-from pagedcli.bench.paper_setup import LengthSource, Run, crossing, paper_figures
+from pagedcli.bench.paper_setup import LengthSource, Run, chat_lengths, crossing, paper_figures, papers_requests
 from pagedcli.bench.paper_targets import PANELS, find_rate, target_of
 from pagedcli.core.errors import UsageError
+from pagedcli.engine.beam_script import RecordedBeams
 
 SHAREGPT = Path(__file__).resolve().parents[3] / "shared" / "paper" / "sharegpt_lengths.csv"
 
@@ -64,6 +68,42 @@ def test_lengths_have_the_papers_means() -> None:
         assert len(real) == 79_725
         assert "real" in LengthSource(SHAREGPT).describe("sharegpt")
     assert "synthetic" in LengthSource().describe("sharegpt")
+
+
+def test_requests_are_the_artefacts(tmp_path: Path) -> None:
+    """Counts of 10 ms, the first rows as many as arrive, shuffled: with global generators, as the artefact has them."""
+    rows = [(number + 1, 2 * number + 1) for number in range(50)]
+    np.random.seed(0)
+    counts = np.random.poisson(0.02, 3000)
+    random.seed(0)
+    taken = (rows * 10)[:counts.sum()]
+    random.shuffle(taken)
+    made = papers_requests(rows, 2.0, 30.0)
+    assert [(len(request.prompt), request.output_len) for request in made] == taken
+    assert [request.arrival for request in made] == pytest.approx([
+        quantum / 100 for quantum, count in enumerate(counts) for _ in range(count)])
+
+    path = tmp_path / "lengths.csv"
+    path.write_text("input,output\n9,5\n2047,1\n3,4\n", "utf-8")
+    source = LengthSource(path)
+    assert source.draw("sharegpt") == [(9, 5), (3, 4)]  # in its order, without what is too long
+    assert source.exact("sharegpt") and not source.exact("alpaca-paper") and not LengthSource().exact("sharegpt")
+    run = Run("fastertransformer", "opt-175b", "sharegpt", 0.5, source)
+    assert (run.span, Run("paged", "opt-175b", "sharegpt", 0.5, source).span) == (3600.0, 900.0)
+
+
+def test_chat_serves_every_turn_once() -> None:
+    """Prompts of later turns hold the earlier ones, so the same turns have the same lengths however they are mixed."""
+    few, many = (sorted(chat_lengths(400, 1, share)) for share in (0.1, 0.5))
+    assert len(few) == len(many) == 400
+    assert sum(a == b for a, b in zip(few, many, strict=True)) > 300
+    assert max(prompt for prompt, _ in few) == 1024 and max(output for _, output in few) <= 1016
+
+
+def test_shipped_beams_are_real_searches() -> None:
+    for width in (2, 4, 6):
+        script = beams_of(width, Setting())
+        assert isinstance(script, RecordedBeams) and script.width == width
 
 
 def test_table_1_holds_and_is_written(tmp_path: Path) -> None:
