@@ -42,8 +42,8 @@ def fig18b(setting: Setting) -> Outcome:
                             ticks=tuple(map(str, SIZES))))
     return Outcome("fig18b", "Figure 18b: latency by block size", tuple(cells), tuple(panels), (
         setting.source.describe("sharegpt"), setting.source.describe("alpaca-paper"),
-        "the cost of small blocks in the attention kernel is the coefficient block_overhead, set by Figure 18a (20-26 % "
-        "at size 16); what is lost in half-empty blocks is simulated"))
+        "the cost of small blocks in the attention kernel is the coefficient block_overhead, set by Figure 18a (20-26 %"
+        " at size 16); what is lost in half-empty blocks is simulated"))
 
 
 def _swap_times(model: CostModel, size: int) -> tuple[float, float, float]:

@@ -91,7 +91,8 @@ class ReplacingBeams(BeamScript):
 
 class RecordedBeams(BeamScript):
     """Parents as a real beam search chose them. `recordings`: for each recorded request, for each step, the place of
-    every beam's parent. Requests take recordings in turn, and begin them again when theirs are longer."""
+    every beam's parent. Requests take recordings in turn; longer ones go on with its second half over and over (beams
+    change most often at the beginning of a search, which does not come again)."""
 
     def __init__(self, recordings: Sequence[Sequence[Sequence[int]]], width: int) -> None:
         if not recordings or not all(recordings):
@@ -122,14 +123,23 @@ class RecordedBeams(BeamScript):
     def parents(self, group: SequenceGroup, made: int) -> list[int]:
         if len(group.live) != self.width:
             return [place % len(group.live) for place in range(self.width)]
-        steps = self._recordings[group.request.index % len(self._recordings)]
-        return steps[made % len(steps)]
+        number = group.request.index % len(self._recordings)
+        return self._recordings[number][self._place(number, made)]
+
+    def _place(self, number: int, made: int) -> int:
+        """Where in a recording a search of `made` tokens is."""
+        length = len(self._recordings[number])
+        if made < length:
+            return made
+        half = length // 2
+        return half + (made - half) % (length - half)
 
     def next_change(self, group: SequenceGroup, made: int) -> int:
-        place = group.request.index % len(self._recordings)
-        length, changes = len(self._recordings[place]), self._changes[place]
-        if not changes:
-            return NEVER
-        lap, here = divmod(made, length)
-        following = next((change for change in changes if change >= here), None)
-        return lap * length + following if following is not None else (lap + 1) * length + changes[0]
+        number = group.request.index % len(self._recordings)
+        length, changes = len(self._recordings[number]), self._changes[number]
+        place = self._place(number, made)
+        following = next((change for change in changes if change >= place), None)
+        if following is not None:
+            return made + following - place
+        again = next((change for change in changes if change >= length // 2), None)
+        return NEVER if again is None else made + length - place + again - length // 2

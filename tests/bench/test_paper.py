@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -94,9 +95,9 @@ def test_requests_are_the_artefacts(tmp_path: Path) -> None:
 
 def test_chat_serves_every_turn_once() -> None:
     """Prompts of later turns hold the earlier ones, so the same turns have the same lengths however they are mixed."""
-    few, many = (sorted(chat_lengths(400, 1, share)) for share in (0.1, 0.5))
+    few, many = (chat_lengths(400, 1, share) for share in (0.1, 0.5))
     assert len(few) == len(many) == 400
-    assert sum(a == b for a, b in zip(few, many, strict=True)) > 300
+    assert sum((Counter(few) & Counter(many)).values()) > 380  # all but the last conversation's
     assert max(prompt for prompt, _ in few) == 1024 and max(output for _, output in few) <= 1016
 
 

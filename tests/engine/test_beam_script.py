@@ -41,7 +41,8 @@ def test_one_object_serves_requests_of_other_lengths() -> None:
 
 @pytest.mark.parametrize("script", [
     ReplacingBeams(0.2), KeepBeams(),
-    RecordedBeams([[[0, 1, 2], [0, 0, 1], [0, 1, 2], [0, 1, 2]], [[0, 1, 2]]], 3)])
+    RecordedBeams([[[0, 1, 2], [0, 0, 1], [0, 1, 2], [0, 1, 2]], [[0, 1, 2]]], 3),
+    RecordedBeams([[[0, 0, 1], [0, 1, 2], [0, 1, 2], [0, 0, 1], [0, 1, 2]], [[0, 0, 1]]], 3)])
 def test_the_next_change_is_the_next_parents_that_differ(script: BeamScript) -> None:
     for index in (0, 1):
         group = _group(3, 60, index)
@@ -55,7 +56,11 @@ def test_the_next_change_is_the_next_parents_that_differ(script: BeamScript) -> 
 def test_recordings_are_read_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "beams.json"
     path.write_text('{"widths": {"2": [[[0, 0], [0, 1]]]}}', "utf-8")
-    assert RecordedBeams.read(path, 2).parents(_group(2, 9), 2) == [0, 0]
+    script, group = RecordedBeams.read(path, 2), _group(2, 9)
+    # The second half comes again.
+    assert [script.parents(group, made) for made in range(4)] == [[0, 0], [0, 1], [0, 1], [0, 1]]
+    path.write_text('{"widths": {"2": ["00 01"]}}', "utf-8")
+    assert [RecordedBeams.read(path, 2).parents(group, made) for made in range(2)] == [[0, 0], [0, 1]]
     with pytest.raises(UsageError, match="no recorded beams of width 4"):
         RecordedBeams.read(path, 4)
     with pytest.raises(UsageError, match=r"step 0 has parents \[0, 2\]"):
