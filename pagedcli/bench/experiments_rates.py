@@ -56,9 +56,8 @@ class TraceJob:
         low = self._low(min(self.rates))
         # The paper's own requests: read our curve as its curve is read, between the printed rates.
         seen = [point for point in known.items() if math.isfinite(point[1])]
-        rate = crossing(seen, self.level) if self.run.exact else None
-        if rate is None:
-            rate = find_rate(measure, self.level, self.guess, self.tolerance, known)
+        crossed = crossing(seen, self.level) if self.run.exact else None
+        rate = crossed or find_rate(measure, self.level, self.guess, self.tolerance, known)
         return Traced(tuple(sorted((at, value) for at, value in known.items() if value <= limit)), low, rate)
 
 
