@@ -80,8 +80,9 @@ def write_reference(rows: Sequence[Row], model: str, out: Path, threads: int) ->
     decoder.generation_config.eos_token_id = None
     partial = out.with_name(out.name + ".partial")
     with partial.open("w", encoding="utf-8") as file:
-        for row in rows:
+        for number, row in enumerate(rows, 1):
             if row["temperature"] == 0:
+                print(f"row {number} of {len(rows)}", flush=True)
                 prompt = torch.tensor([row["prompt_token_ids"]])
                 count = min(FIRST_TOKENS, row["max_tokens"])
                 found = decoder.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count,

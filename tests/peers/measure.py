@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,10 @@ import psutil
 
 SAMPLE_SECONDS = 0.1
 """Between two looks at the memory: seldom enough to cost the measured process nothing that shows."""
+
+
+HEED_SECONDS = 20.0
+END_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -29,16 +33,30 @@ class Finished:
 
 
 class _Memory:
-    """High-water mark of a process and its children, from samples."""
+    """A process and its children: their high-water mark, from samples."""
 
     def __init__(self, pid: int) -> None:
         self._root = psutil.Process(pid)
         self.peak_kib = 0
 
-    def look(self) -> None:
+    def tree(self) -> list[psutil.Process]:
+        """The process and those that it started, directly or not; empty once it is gone."""
         try:
-            tree = [self._root, *self._root.children(recursive=True)]
+            return [self._root, *self._root.children(recursive=True)]
         except psutil.NoSuchProcess:
+            return []
+
+    def end(self) -> None:
+        """End them all, those in sessions of their own too."""
+        tree = self.tree()
+        for process in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs([process for process in tree if process != self._root], timeout=END_SECONDS)
+
+    def look(self) -> None:
+        tree = self.tree()
+        if not tree:
             return
         marks = [_status(process.pid) for process in tree]
         self.peak_kib = max(self.peak_kib, sum(now for now, _ in marks), *(most for _, most in marks))
@@ -57,23 +75,29 @@ def _status(pid: int) -> tuple[int, int]:
     return found["VmRSS"], found["VmHWM"]
 
 
-def run(command: Sequence[str | Path], environment: Mapping[str, str], log: Path, limit_seconds: float) -> Finished:
+def run(command: Sequence[str | Path], environment: Mapping[str, str], log: Path, limit_seconds: float,
+        heed: Callable[[str], None] | None = None) -> Finished:
     """Run `command` with `environment` over this process's own; its output goes to `log`. A process over the limit is
-    ended, with its children."""
+    ended, with its children. `heed` gets the log's last line now and then, when it has changed."""
     with log.open("w", encoding="utf-8") as out:
         started = time.monotonic()
         process = subprocess.Popen([str(part) for part in command], env={**os.environ, **environment}, stdout=out,
                                    stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
         memory, late = _Memory(process.pid), False
+        heard, told = started, ""
         while True:
             memory.look()
+            if heed is not None and time.monotonic() - heard > HEED_SECONDS:
+                heard = time.monotonic()
+                if told != (told := last_words(log)):
+                    heed(f"  {told}")
             try:
                 process.wait(SAMPLE_SECONDS)
                 break
             except subprocess.TimeoutExpired:
                 if time.monotonic() - started > limit_seconds:
                     late = True
-                    os.killpg(process.pid, signal.SIGKILL)
+                    memory.end()
         seconds = time.monotonic() - started
     error = None
     if late:

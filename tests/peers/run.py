@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.peers.check import agreement, length_faults, read_outputs
+from tests.peers.check import Agreement, agreement, length_faults, read_outputs
 from tests.peers.engines import ENGINES, JOB, OURS, OWN_PYTHON, PEERS, REPOSITORY, Ask, Engine, Place, chosen
 from tests.peers.measure import run as run_process
 from tests.peers.records import Run
@@ -24,6 +24,8 @@ from tests.peers.set_up import default_place, prepare
 from tests.peers.workloads import NAMES, Source, Workload, make
 
 RESULTS = REPOSITORY / "results" / "peers"
+REFERENCE_SECONDS = 3600.0
+MACHINE_SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,13 @@ def say(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
-def load_workloads(names: Sequence[str], place: Place, rows: int | None, tokens: int | None) -> list[Workload]:
+def load_workloads(names: Sequence[str], rows: int | None, tokens: int | None) -> list[Workload]:
     """The workloads, from the development data where it is at hand, else from text of our own."""
     from pagedcli.core.config import ModelConfig
     from pagedcli.execution.model_hub import resolve_model
     from pagedcli.execution.tokenizer import load_tokenizer
     from tests.acceptance.kit import SHARED, real_prompts
 
-    del place
     tokenizer = load_tokenizer(resolve_model(ModelConfig()))
     texts, origin = real_prompts(800)
     source = Source(texts, origin, SHARED)
@@ -75,10 +76,16 @@ def reference(workload: Workload, place: Place, threads: int) -> dict[str, list[
         return {}
     file = place.root / "reference" / f"{workload.name}-{workload.digest}.jsonl"
     if not file.is_file():
-        say(f"{workload.name}: reference by transformers, fp32, one row at a time")
+        say(f"{workload.name}: reference by transformers, fp32, one row at a time; kept for the next comparison")
         file.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run([OWN_PYTHON, "-m", "tests.peers.check", "--rows", row_file(workload, place), "--out", file,
-                        "--model", place.weights, "--threads", str(threads)], cwd=REPOSITORY, check=True)
+        log = file.with_suffix(".log")
+        ended = run_process(
+            [OWN_PYTHON, "-m", "tests.peers.check", "--rows", row_file(workload, place), "--out", file,
+             "--model", place.weights, "--threads", str(threads)], {"PYTHONPATH": str(REPOSITORY)}, log,
+            REFERENCE_SECONDS, heed=say)
+        if ended.error is not None:
+            say(f"{workload.name}: no reference, so no row is compared: {ended.error}")
+            return {}
     return read_outputs(file)
 
 
@@ -99,9 +106,11 @@ def one(engine: Engine, workload: Workload, number: int, settings: Settings, pla
     if engine.name == JOB:
         faults = job_faults(workload, out.with_suffix(".answers.jsonl"))
         return replace(blank, whole=ended.seconds, peak_mib=ended.peak_mib, faults=tuple(faults[:3]))
+    if not out.is_file():
+        return replace(blank, error="it ended well, and wrote no figures")
     told: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     outputs = read_outputs(out.with_suffix(".rows.jsonl"))
-    found = agreement(workload.rows, outputs, expected)
+    found = agreement(workload.rows, outputs, expected) if expected else Agreement(0, 0)
     return replace(
         blank, wall=told["wall_seconds"], load=told["load_seconds"], whole=told["done_at"] - ended.started,
         cpu=told["cpu_seconds"], peak_mib=told["peak_mib"] or max(ended.peak_mib, told["own_peak_mib"]),
@@ -111,20 +120,27 @@ def one(engine: Engine, workload: Workload, number: int, settings: Settings, pla
 
 def job_faults(workload: Workload, file: Path) -> list[str]:
     """What is wrong with the answers of `pagedcli generate`: rows, or tokens by its own count."""
+    if not file.is_file():
+        return [f"{file.name}: not written"]
     answers = {row["id"]: row for row in map(json.loads, file.read_text(encoding="utf-8").splitlines())}
     faults = []
     for row in workload.rows:
         answer = answers.get(row["id"])
-        got = answer["usage"]["completion_tokens"] if answer else None
+        got = answer["usage"]["completion_tokens"] if answer and answer.get("usage") else None
         if got != row["max_tokens"] * row["n"]:
             faults.append(f"{row['id']}: {got} tokens, asked for {row['max_tokens'] * row['n']}")
     return faults
 
 
 def machine(threads: int) -> dict[str, float]:
-    """The machine's limits, measured now by a process of its own."""
-    done = subprocess.run([OWN_PYTHON, "-m", "tests.peers.machine", "--threads", str(threads)], cwd=REPOSITORY,
-                          capture_output=True, text=True, check=True)
+    """The machine's limits, measured now by a process of its own; empty when it takes too long."""
+    say("machine: copy and matrix rates")
+    try:
+        done = subprocess.run([OWN_PYTHON, "-m", "tests.peers.machine", "--threads", str(threads)], cwd=REPOSITORY,
+                              capture_output=True, text=True, check=True, timeout=MACHINE_SECONDS)
+    except subprocess.TimeoutExpired:
+        say(f"machine: not measured after {MACHINE_SECONDS} s")
+        return {}
     return json.loads(done.stdout)
 
 
@@ -193,14 +209,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = Report.start(settings, given.name, failed)
     settings = replace(settings, engines=able)
     workloads = {workload.name: workload
-                 for workload in load_workloads(settings.workloads, place, settings.rows, settings.tokens)}
+                 for workload in load_workloads(settings.workloads, settings.rows, settings.tokens)}
     expected = {name: reference(workload, place, settings.threads) for name, workload in workloads.items()}
     report.workloads = list(workloads.values())
     report.machine = [machine(settings.threads)]
-    for number, name, engine in turns(settings):
+    order = turns(settings)
+    for place_in_order, (number, name, engine) in enumerate(order, 1):
+        say(f"{place_in_order} of {len(order)}: round {number}, {name}, {engine.title}")
         run = one(engine, workloads[name], number, settings, place, expected[name])
         report.runs.append(run)
-        say(f"round {number} {name} {engine.name}: {told(run)}")
+        say(f"  {told(run)}")
         report.write(given.results)
         time.sleep(settings.pause_seconds)
     report.machine.append(machine(settings.threads))

@@ -12,12 +12,14 @@ import os
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.peers.engines import OWN_PYTHON, REPOSITORY, Place, preloads
 
 REQUIREMENTS = Path(__file__).resolve().parent / "requirements"
+STEP_SECONDS = 3600.0
+"""The longest that one step may take: llama.cpp's build on two busy cores needs half of it."""
 Say = Callable[[str], None]
 
 
@@ -33,13 +35,17 @@ def default_place() -> Place:
     return Place(REPOSITORY / ".peers", resolve_model(ModelConfig()).weights_folder)
 
 
-def run(*command: str | Path, cwd: Path | None = None, log: Path) -> None:
-    """Run a step at low priority; SetUpError with its last words when it fails."""
+def run(*command: str | Path, cwd: Path | None = None, log: Path, limit_seconds: float = STEP_SECONDS) -> None:
+    """Run a step at low priority; SetUpError with its last words when it fails or takes too long."""
     with log.open("a", encoding="utf-8") as out:
         out.write("$ " + " ".join(str(part) for part in command) + "\n")
         out.flush()
-        done = subprocess.run(["nice", "-n", "10", *map(str, command)], cwd=cwd, stdout=out, stderr=out,
-                              stdin=subprocess.DEVNULL, check=False)
+        try:
+            done = subprocess.run(["nice", "-n", "10", *map(str, command)], cwd=cwd, stdout=out, stderr=out,
+                                  stdin=subprocess.DEVNULL, check=False, timeout=limit_seconds)
+        except subprocess.TimeoutExpired as fault:
+            raise SetUpError(f"{Path(str(command[0])).name} was not done after {limit_seconds:.0f} s "
+                             f"(its output: {log.name})") from fault
     if done.returncode != 0:
         lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
         faults = [line for line in lines if "ERROR" in line or "Error" in line]
@@ -159,7 +165,7 @@ def set_up_transformers(place: Place, say: Say) -> None:
     bf16_weights(place, say)
 
 
-SET_UPS: Mapping[str, Callable[[Place, Say], None]] = {
+SET_UPS: dict[str, Callable[[Place, Say], None]] = {
     "openvino": set_up_openvino, "vllm": set_up_vllm, "llamacpp": set_up_llamacpp, "transformers": set_up_transformers}
 
 
@@ -168,8 +174,10 @@ def prepare(names: Sequence[str], place: Place, say: Say) -> dict[str, str]:
     place.root.mkdir(parents=True, exist_ok=True)
     failed = {}
     for name in dict.fromkeys(names):
+        say(f"{name}: looking at its environment and models")
         try:
             SET_UPS[name](place, say)
+            say(f"{name}: ready")
         except (SetUpError, OSError) as fault:
             failed[name] = str(fault)
             say(f"{name}: cannot be set up: {fault}")
