@@ -78,6 +78,13 @@ swap-table: setup
 kernels: setup
 	$(BIN)/pagedcli kernels
 
+# Other engines on the same rows in turns (docs/peers.md): sets them up under .peers first, about 3 GB and an hour.
+# PEERS= passes options on, such as PEERS='--peers ours,openvino --workloads W1'. Wants a quiet machine.
+PEERS ?=
+.PHONY: bench-peers
+bench-peers: setup
+	$(RUN) -m tests.peers.run $(PEERS)
+
 # -- CUDA kernels: compiled and run on the CPU here; on a GPU by gpu-check ---------------------------------------------
 
 CUDA_STAMP := $(VENV)/.cuda-ready

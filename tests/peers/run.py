@@ -56,6 +56,7 @@ def load_workloads(names: Sequence[str], rows: int | None, tokens: int | None) -
     from tests.acceptance.kit import SHARED, real_prompts
 
     tokenizer = load_tokenizer(resolve_model(ModelConfig()))
+    assert tokenizer is not None, "the default model has one"
     texts, origin = real_prompts(800)
     source = Source(texts, origin, SHARED)
     found = [make(name, source, tokenizer.encode) for name in names]

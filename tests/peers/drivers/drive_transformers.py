@@ -48,7 +48,7 @@ def main() -> None:
     model.generate(input_ids=torch.tensor([[1, 9690, 198]]), max_new_tokens=2, do_sample=False, pad_token_id=PAD)
     loaded = now()
     order = sorted(rows, key=lambda row: (row["max_tokens"], len(row["prompt_token_ids"])))
-    outputs = {}
+    outputs: dict[str, list[list[int]]] = {}
     step = max(1, given.batch // rows[0]["n"])
     for first in range(0, len(order), step):
         batch = order[first:first + step]
