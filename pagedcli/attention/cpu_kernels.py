@@ -65,7 +65,9 @@ def write_rows(a: int, s: int, scratch: int) -> None:
             block = slot // size
             place = slot - block * size
             keys = load_i64(a + KEYS) + block * pitch + place * key_cell
-            values = load_i64(a + VALUES) + block * pitch + place * value_bytes
+            paired = load_i64(s + shapes.QUERY_CELL) == 2 and size % 2 == 0
+            values = load_i64(a + VALUES) + block * pitch
+            values += (place // 2 * value_bytes + place % 2) * 2 if paired else place * value_bytes
             for h in range(heads):
                 here = load_i64(a + K) + t * load_i64(a + K_TOKEN) + h * load_i64(a + K_HEAD)
                 if load_i64(s + shapes.CONVERTS) != 0:
@@ -73,7 +75,10 @@ def write_rows(a: int, s: int, scratch: int) -> None:
                     here = spare
                 call(load_i64(s + shapes.MOVE_K), (here, keys + h * size * key_bytes, key_cell, size * key_cell))
                 here = load_i64(a + V) + t * load_i64(a + V_TOKEN) + h * load_i64(a + V_HEAD)
-                call(load_i64(s + shapes.STORE_V), (here, values + h * size * value_bytes, a + ONE))
+                if paired:
+                    call(load_i64(s + shapes.MOVE_V), (here, values + h * size * value_bytes, 2, 4))
+                else:
+                    call(load_i64(s + shapes.STORE_V), (here, values + h * size * value_bytes, a + ONE))
         first = fetch_add(a + NEXT_WRITE, step)
 
 
@@ -126,9 +131,22 @@ def pack_keys(a: int, s: int, scratch: int, table: int, h: int, start: int, low:
 
 
 @_compiled
+def pack_values(a: int, s: int, scratch: int, table: int, h: int, start: int, low: int, high: int) -> int:
+    """Copies a tile's values into pairs of slots where blocks are of odd size; returns their address."""
+    size, value_bytes = load_i64(a + BLOCK), load_i64(s + shapes.VALUE_DIM) * load_i64(s + shapes.VALUE_CELL)
+    packed, values = scratch + load_i64(s + shapes.VALUES_AT), load_i64(a + VALUES) + h * size * value_bytes
+    for at in range(low, high):
+        block = (start + at) // size
+        here = values + load_i32(table + 4 * block) * load_i64(a + PITCH) + (start + at - block * size) * value_bytes
+        call(load_i64(s + shapes.MOVE_V), (here, packed + (at // 2 * value_bytes + at % 2) * 2, 2, 4))
+    return packed
+
+
+@_compiled
 def attend_rows(a: int, s: int, scratch: int, first: int, n: int, position: int, table: int, values: int,
-                start: int, stride: int, coming: int) -> None:
-    """`n` query rows, from row `first` of the item on, over one tile."""
+                pitch: int, size: int, value_start: int, start: int, stride: int, coming: int) -> None:
+    """`n` query rows, from row `first` of the item on, over one tile, whose values are at `values`, in blocks of `size`
+    that are `pitch` apart, from position `value_start` on."""
     group, value_dim = load_i64(s + shapes.GROUP), load_i64(s + shapes.VALUE_DIM)
     low, _ = row_span(a, position + first // group, start)
     _, high = row_span(a, position + (first + n - 1) // group, start)
@@ -147,10 +165,11 @@ def attend_rows(a: int, s: int, scratch: int, first: int, n: int, position: int,
 
     scales = scratch + load_i64(s + shapes.SCALES_AT)
     ones = scales + 4 * load_i64(s + shapes.ROWS)
-    all_low, all_high = 0, TILE
+    all_low, all_high, least, most = 0, TILE, TILE, 0
     for r in range(n):
         low, high = row_span(a, position + (first + r) // group, start)
         all_low, all_high = max(all_low, low), min(all_high, high)
+        least, most = min(least, low), max(most, high)
         store_f32(scales + 4 * r, 1.0)
         store_f32(ones + 4 * r, 1.0)
         if low < high:
@@ -159,7 +178,11 @@ def attend_rows(a: int, s: int, scratch: int, first: int, n: int, position: int,
                   scratch + load_i64(s + shapes.DENOMINATORS_AT) + 4 * LANES * (first + r), scales + 4 * r, a + CAP))
 
     # Values in the order of positions: what only some rows see before the common run, the run, what some see after it.
-    size, pitch = load_i64(a + BLOCK), load_i64(a + PITCH)
+    # Where rows differ the cuts lie between pairs, so that no row's pair is ever cut.
+    if all_low != least:
+        all_low += all_low % 2
+    if all_high != most:
+        all_high -= all_high % 2
     sums = scratch + load_i64(s + shapes.SUMS_AT) + 4 * value_dim * first
     all_high = max(all_high, all_low)
     for after in range(2):
@@ -169,11 +192,12 @@ def attend_rows(a: int, s: int, scratch: int, first: int, n: int, position: int,
             if low < high:
                 call(load_i64(s + shapes.WEIGHTED + 8),
                      (sums + 4 * value_dim * r, weight + 4 * TILE * r, scales + 4 * r, table, values, pitch, size,
-                      start, low, high, own + 8 * CHUNKS))
+                      value_start, low, high, own + 8 * CHUNKS))
                 store_f32(scales + 4 * r, 1.0)
         if not after and all_low < all_high:
             call(load_i64(s + shapes.WEIGHTED + 8 * n),
-                 (sums, weight, scales, table, values, pitch, size, start, all_low, all_high, coming + 8 * CHUNKS))
+                 (sums, weight, scales, table, values, pitch, size, value_start, all_low, all_high,
+                  coming + 8 * CHUNKS))
             scales = ones
 
 
@@ -206,7 +230,8 @@ def attend_item(a: int, s: int, scratch: int, item: int) -> int:
     rows, end = many * group, position + many
     key_cell, key_lines = load_i64(s + shapes.KEY_CELL), load_i64(s + shapes.KEY_LINES)
     value_bytes = load_i64(s + shapes.VALUE_DIM) * load_i64(s + shapes.VALUE_CELL)
-    values = load_i64(a + VALUES) + h * size * value_bytes
+    values, pitch, span = load_i64(a + VALUES) + h * size * value_bytes, load_i64(a + PITCH), size
+    packs = load_i64(s + shapes.QUERY_CELL) == 2 and size % 2 != 0
     own = scratch + load_i64(s + shapes.POINTERS_AT)
     start_rows(a, s, scratch, rows, h, token)
     begin = max(0, position - load_i64(a + WINDOW) + 1)
@@ -232,12 +257,16 @@ def attend_item(a: int, s: int, scratch: int, item: int) -> int:
                 start2 = low2 // TILE * TILE
                 fresh = min(position2 + many2 - start2, TILE)
                 chunk_addresses(a, s, coming, table2, h2, start2, low2 - start2, fresh)
+        value_start = start
+        if packs:
+            values, pitch, span, value_start = pack_values(a, s, scratch, table, h, start, low, high), 0, TILE, 0
         first = 0
         while first < rows:
             n = min(load_i64(s + shapes.ROWS), rows - first)
             while load_i64(s + shapes.WEIGHTED + 8 * n) == 0:
                 n -= 1
-            attend_rows(a, s, scratch, first, n, position, table, values, start, stride, coming)
+            attend_rows(a, s, scratch, first, n, position, table, values, pitch, span, value_start, start, stride,
+                        coming)
             coming = own
             first += n
         # A short tile could not fetch all of a longer one.

@@ -9,6 +9,9 @@ from numba.core import cgutils
 
 from pagedcli.attention.cpu_vectors import (
     BYTES,
+    CHUNKS,
+    EXP2,
+    EXP2_SHORT,
     F32,
     I32,
     I64,
@@ -64,8 +67,8 @@ def emit_scores(emit: Emit, args: list[Any], kind: str, dim: int, rows: int, chu
             emit.store(total if scale is None else b.fmul(total, scale), emit.at(out, 4 * (r * TILE + c * LANES)))
 
 
-def emit_weights(emit: Emit, args: list[Any], capped: bool) -> None:
-    """One row's scores of a tile become weights in place.
+def emit_weights(emit: Emit, args: list[Any], capped: bool, dots: bool) -> None:
+    """One row's scores of a tile become weights in place; with `dots` bf16 ones, side by side from the row's start.
 
     args: scores, first and last + 1 visible position in the tile, running maximum, the 16 partial denominators, where
     to put what the row's earlier sums are to be scaled by, the cap (in the units of the scores after it).
@@ -80,16 +83,26 @@ def emit_weights(emit: Emit, args: list[Any], capped: bool) -> None:
     least = emit.spread(b.trunc(low, I32), LANES)
     most = emit.spread(b.trunc(high, I32), LANES)
     top = cgutils.alloca_once_value(b, minus)
-    with cgutils.for_range_slice(b, first, last, emit.i64(1), I64) as (index, _):
+
+    def score_at(index: Any, *, seen_all: bool) -> None:
         place = b.add(row, b.mul(index, emit.i64(4 * LANES)))
         score = emit.load(place, VECTOR)
         if capped:
             score = b.fmul(emit.tanh(score), emit.spread(cap, LANES))
-        at = b.add(emit.spread(b.trunc(b.mul(index, emit.i64(LANES)), I32), LANES), lane)
-        seen = b.and_(b.icmp_signed(">=", at, least), b.icmp_signed("<", at, most))
-        score = b.select(seen, score, minus)
-        emit.store(score, place)
+        if not seen_all:
+            at = b.add(emit.spread(b.trunc(b.mul(index, emit.i64(LANES)), I32), LANES), lane)
+            seen = b.and_(b.icmp_signed(">=", at, least), b.icmp_signed("<", at, most))
+            score = b.select(seen, score, minus)
+        if capped or not seen_all:
+            emit.store(score, place)
         b.store(emit.call("llvm.maxnum.v16f32", b.load(top), score), top)
+
+    whole = b.and_(b.icmp_signed("==", low, emit.i64(0)), b.icmp_signed("==", high, emit.i64(TILE)))
+    with b.if_else(whole) as (all_seen, some_seen):
+        with all_seen, cgutils.for_range(b, emit.i64(CHUNKS), intp=I64) as loop:
+            score_at(loop.index, seen_all=True)
+        with some_seen, cgutils.for_range_slice(b, first, last, emit.i64(1), I64) as (index, _):
+            score_at(index, seen_all=False)
     before = emit.load(maximum, F32)
     peak = emit.call("llvm.vector.reduce.fmax.v16f32", b.load(top), out=F32)
     after = emit.call("llvm.maxnum.f32", before, peak)
@@ -99,8 +112,12 @@ def emit_weights(emit: Emit, args: list[Any], capped: bool) -> None:
     total = cgutils.alloca_once_value(b, b.fmul(emit.load(denominator, VECTOR), emit.spread(scale, LANES)))
     with cgutils.for_range_slice(b, first, last, emit.i64(1), I64) as (index, _):
         place = b.add(row, b.mul(index, emit.i64(4 * LANES)))
-        weight = emit.exp2(b.fsub(emit.load(place, VECTOR), level))
-        emit.store(weight, place)
+        weight = emit.exp2(b.fsub(emit.load(place, VECTOR), level), EXP2_SHORT if dots else EXP2)
+        if dots:  # what is summed is what the values are multiplied by
+            short, weight = emit.to_pairs(weight)
+            emit.store(short, b.add(row, b.mul(index, emit.i64(2 * LANES))))
+        else:
+            emit.store(weight, place)
         b.store(b.fadd(b.load(total), weight), total)
     emit.store(b.load(total), denominator)
     emit.store(scale, scaling)

@@ -18,6 +18,7 @@ from numba.core import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from pagedcli.attention import cpu_pairs as pairs
 from pagedcli.attention import cpu_routines as routines
 from pagedcli.attention.cpu_vectors import (
     BYTES,
@@ -38,12 +39,13 @@ MOST_ROWS = 8
 
 # The table, int64 each (byte offsets). Routines: scores by [rows][log2 chunks], weighted by [rows], the rest one each.
 SCORES, WEIGHTED = 0, 8 * 4 * MOST_ROWS
-ROUTINES = range(WEIGHTED + 8 * MOST_ROWS, WEIGHTED + 8 * MOST_ROWS + 56, 8)
-(WEIGHTS, FINISH, LOAD_Q, STORE_K, STORE_V, MOVE_K, MOVE_8) = ROUTINES
+ROUTINES = range(WEIGHTED + 8 * MOST_ROWS, WEIGHTED + 8 * MOST_ROWS + 64, 8)
+(WEIGHTS, FINISH, LOAD_Q, STORE_K, STORE_V, MOVE_K, MOVE_8, MOVE_V) = ROUTINES
 SIZES = range(ROUTINES.stop, ROUTINES.stop + 80, 8)
 (GROUP, ROWS, KEY_DIM, VALUE_DIM, KEY_CELL, KEY_LINES, VALUE_CELL, OUT_CELL, CONVERTS, QUERY_CELL) = SIZES
-PARTS = range(SIZES.stop, SIZES.stop + 80, 8)
-(Q_AT, SUMS_AT, DENOMINATORS_AT, MAXIMA_AT, WEIGHTS_AT, SCALES_AT, POINTERS_AT, KEYS_AT, ROW_AT, SCRATCH_BYTES) = PARTS
+PARTS = range(SIZES.stop, SIZES.stop + 88, 8)
+(Q_AT, SUMS_AT, DENOMINATORS_AT, MAXIMA_AT, WEIGHTS_AT, SCALES_AT, POINTERS_AT, KEYS_AT, VALUES_AT, ROW_AT,
+ SCRATCH_BYTES) = PARTS
 TABLE_BYTES = PARTS.stop
 
 
@@ -70,7 +72,8 @@ class KernelShape:
     capped: bool
     budget: int
     dots: bool = False
-    """Whether scores are sums of bfloat16 pair products, scaled after; else of float32 products of scaled queries."""
+    """Whether scores and weighted sums are of bfloat16 pair products: queries as they came, weights rounded.
+    Values then lie in pairs of slots, [slot / 2, dim, 2], in blocks of even size. Else all products are of float32."""
 
     @property
     def query_kind(self) -> str:
@@ -97,8 +100,9 @@ class KernelShape:
     def parts(self) -> tuple[int, ...]:
         """The fields PARTS of the table: where each part of a thread's scratch begins; last, the size of it all."""
         rows, most = self.item_tokens * self.group, row_counts(self.group, self.budget)[0]
+        tile = TILE * BYTES[self.cache]
         sizes = (rows * self.key_dim * 4, rows * self.value_dim * 4, rows * LANES * 4, rows * 4, most * TILE * 4,
-                 most * 8, CHUNKS * 32, self.key_dim * TILE * BYTES[self.cache],
+                 most * 8, CHUNKS * 32, self.key_dim * tile, self.value_dim * tile,
                  4 * max(self.key_dim, self.value_dim))
         places = [0]
         for size in sizes:
@@ -120,6 +124,8 @@ def _fill(builder: ir.IRBuilder, table: Any, shape: KernelShape) -> None:
     cache, source, budget = shape.cache, shape.source, shape.budget
     _, _, key_dim, value_dim, cell, lines, *_ = shape.sizes()
 
+    sum_kind = "fp32" if shape.dots else cache  # sums of pairs of slots come in the order of the dims
+
     def put(place: int, name: str, arguments: int, body: Any) -> None:
         made = routine(builder.module, name, [I64] * arguments, ir.VoidType(), body)
         emit.store(builder.ptrtoint(made, I64), emit.at(table, place))
@@ -128,14 +134,16 @@ def _fill(builder: ir.IRBuilder, table: Any, shape: KernelShape) -> None:
         for width in chunk_counts(n, budget):
             put(SCORES + 8 * (4 * n + width.bit_length() - 1), f"scores_{n}_{width}", 6,
                 lambda e, a, n=n, width=width: routines.emit_scores(e, a, cache, key_dim, n, width, shape.dots))
-        put(WEIGHTED + 8 * n, f"weighted_{n}", 11,
-            lambda e, a, n=n: routines.emit_weighted(e, a, cache, value_dim, n, budget))
-    put(WEIGHTS, "weights", 7, lambda e, a: routines.emit_weights(e, a, shape.capped))
-    put(FINISH, "finish", 3, lambda e, a: routines.emit_finish(e, a, cache, value_dim, source))
+        put(WEIGHTED + 8 * n, f"weighted_{n}", 11, lambda e, a, n=n: (
+            pairs.emit_weighted(e, a, value_dim, n, budget) if shape.dots
+            else routines.emit_weighted(e, a, cache, value_dim, n, budget)))
+    put(WEIGHTS, "weights", 7, lambda e, a: routines.emit_weights(e, a, shape.capped, shape.dots))
+    put(FINISH, "finish", 3, lambda e, a: routines.emit_finish(e, a, sum_kind, value_dim, source))
     put(LOAD_Q, "load_q", 3, lambda e, a: routines.emit_convert(e, a, source, shape.query_kind, key_dim))
     put(STORE_K, "store_k", 3, lambda e, a: routines.emit_convert(e, a, source, cache, key_dim))
     put(STORE_V, "store_v", 3, lambda e, a: routines.emit_convert(e, a, source, cache, value_dim))
     put(MOVE_K, "move_k", 4, lambda e, a: routines.emit_move(e, a, cell, lines))
+    put(MOVE_V, "move_v", 4, lambda e, a: routines.emit_move(e, a, BYTES[cache], value_dim))
     put(MOVE_8, "move_8", 4, lambda e, a: routines.emit_move(e, a, 8 * cell, lines))
 
 

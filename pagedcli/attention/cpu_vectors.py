@@ -7,7 +7,7 @@ Vectors are 16 floats; LLVM splits them where registers are narrower, which chan
 * score of a key: fused multiply-adds over the dims, first to last; or over pairs of them, where a processor has that;
 * softmax: tiles of TILE positions from position 0 of the sequence, each rescaled by its running maximum;
   the denominator in 16 lanes (position mod 16), first to last, and a fixed tree over the lanes at the end;
-* weighted sum of values: fused multiply-adds over the positions, first to last.
+* weighted sum of values: fused multiply-adds over the positions, first to last, or over pairs of them.
 
 Addresses travel as int64. Cache kinds: fp32, fp16, bf16, e4m3, e5m2.
 """
@@ -35,10 +35,12 @@ BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1}
 FLOAT8 = {"e4m3": (3, -6, 448.0), "e5m2": (2, -14, 57344.0)}
 """Mantissa bits, exponent of the least normal number, largest finite number."""
 
-# 2^x on [-1/2, 1/2] as 1 + x * (...), fitted for least relative error (1.9e-9); then tanh(x)/x = 1 + t * (...), t = x^2
-# below 0.4 (1.5e-7 of the second term).
+# 2^x on [-1/2, 1/2] as 1 + x * (...), fitted for least relative error (1.9e-9).
 EXP2 = (0.6931472057372609, 0.24022646890619462, 0.05550328776976866, 0.009618488958699914,
         0.0013399931215315895, 0.00015345811572498258)
+EXP2_SHORT = (0.69312419, 0.24024099, 0.05590642, 0.00958285)
+"""To 2.8e-6, where the result is rounded to bfloat16."""
+# tanh(x)/x = 1 + t * (...), t = x^2 below 0.4 (1.5e-7 of the second term).
 TANH = (-0.33333328438394766, 0.13332719236687884, -0.05384331134499801, 0.02096152008313931,
         -0.006045402371956768)
 
@@ -123,6 +125,14 @@ class Emit:
         code = ir.InlineAsm(kind, "vdpbf16ps $2, $1, $0", "=v,v,v,0")
         return self.b.call(code, [pairs, weights, total])
 
+    def to_pairs(self, value: Any) -> tuple[Any, Any]:
+        """16 floats rounded to bfloat16 by the instruction that comes with pair products, and as floats again."""
+        b = self.b
+        kind = ir.FunctionType(ir.VectorType(I16, LANES), [value.type])
+        short = b.call(ir.InlineAsm(kind, "vcvtneps2bf16 $1, $0", "=v,v"), [value])
+        wide = b.shl(b.zext(short, ir.VectorType(I32, LANES)), self.splat(16, I32, LANES))
+        return short, b.bitcast(wide, value.type)
+
     def at(self, address: Any, offset: int) -> Any:
         return self.b.add(address, self.i64(offset))
 
@@ -132,15 +142,15 @@ class Emit:
             total = self.fma(total, x, self.splat(c, F32, lanes))
         return total
 
-    def exp2(self, x: Any) -> Any:
-        """2^x for x <= 0 or NaN; 0 below 2^-125."""
+    def exp2(self, x: Any, terms: tuple[float, ...] = EXP2) -> Any:
+        """2^x for x <= 0 or NaN; 0 below 2^-125. `terms` set its precision."""
         b, ints = self.b, ir.VectorType(I32, LANES)
         low = b.fcmp_ordered("<", x, self.splat(-125.0, F32, LANES))
         safe = b.select(low, self.splat(-125.0, F32, LANES), x)
         # Adding 1.5 * 2^23 rounds to a whole number, which the sum's low bits then hold.
         shifted = b.fadd(safe, self.splat(12582912.0, F32, LANES))
         rest = b.fsub(safe, b.fsub(shifted, self.splat(12582912.0, F32, LANES)))
-        near = self.fma(self.horner(rest, EXP2, LANES), rest, self.splat(1.0, F32, LANES))
+        near = self.fma(self.horner(rest, terms, LANES), rest, self.splat(1.0, F32, LANES))
         power = b.shl(b.bitcast(shifted, ints), self.splat(23, I32, LANES))
         full = b.bitcast(b.add(b.bitcast(near, ints), power), near.type)
         return b.select(low, self.splat(0.0, F32, LANES), full)
