@@ -151,7 +151,8 @@ def replay_runs(results: Results, hardware: Hardware, policy: str = "paged") -> 
         ended = np.array([record.finish or np.nan for record in simulated.requests], dtype=np.float64)
         found.append(Replayed(
             run.rate, float(np.mean((finish - arrival) / output)), float(np.nanmean((ended - arrival) / output)),
-            float(output.sum() / (finish.max() - arrival.min())), float(output.sum() / np.nanmax(ended))))
+            float(output.sum() / (finish.max() - arrival.min())),
+            float(output.sum() / (np.nanmax(ended) - arrival.min()))))
     return found
 
 
