@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.ready
 .PHONY: setup demo test test-all check lint types same-bits greedy-equal beam-equal bench-generate sharing \
         shared-prefix swap-table tensor-parallel ray-rows bench-baselines bench-smoke regress baseline paper figures \
         record-beams calibrate-here \
-        kernels cuda-setup cuda-check gpu-check wheel-check clean
+        kernels profile growth attention-table cuda-setup cuda-check gpu-check wheel-check clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -78,7 +78,17 @@ swap-table: setup
 kernels: setup
 	$(BIN)/pagedcli kernels
 
-# Other engines on the same rows in turns (docs/peers.md): sets them up under .peers first, about 3 GB and an hour.
+# The CPU path (docs/cpu.md): where each second goes, cost as work grows, attention against the machine's limits.
+profile: setup
+	$(RUN) -m tests.acceptance.profile
+
+growth: setup
+	$(RUN) -m tests.acceptance.growth
+
+attention-table: setup
+	$(RUN) -m tests.acceptance.attention_table
+
+# Other engines on the same rows in turns (docs/peers.md): sets them up under .peers first, about 7 GB and an hour.
 # PEERS= passes options on, such as PEERS='--peers ours,openvino --workloads W1'. Wants a quiet machine.
 PEERS ?=
 .PHONY: bench-peers
