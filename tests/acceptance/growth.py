@@ -36,6 +36,8 @@ MOST_COST = 3.0
 long: attention alone would come to 4, the rest to 1."""
 MOST_MEMORY, SLACK = 2.0, 128 << 20
 """Growth of peak memory between neighbours, of the keys and values that were added; and bytes that may come on top."""
+LONG = 4000
+"""Prompt tokens in all beyond which a setting runs once, not three times: it is long enough to tell."""
 
 
 @dataclass(frozen=True)
@@ -112,35 +114,34 @@ def measure(setting: Setting, dtype: str, threads: int, rounds: int) -> Point:
     stream = [token for ids in bench.ids(real_prompts(800)[0]) for token in ids]
     prompts = [tuple(stream[(97 * row + at) % len(stream)] for at in range(setting.prompt))
                for row in range(setting.rows)]
-    best: Point | None = None
     params = SamplingParams(temperature=0, max_tokens=setting.out, ignore_eos=True)
-    for _ in range(rounds + 1):
-        engine = bench.engine(prefix=False)
-        steps: list[tuple[bool, float]] = []
+    serve_once(bench, setting, prompts[:2], params)
+    points = [serve_once(bench, setting, prompts, params) for _ in range(rounds)]
+    return min(points, key=lambda point: point.seconds)
 
-        def watch(plan: StepPlan, result: StepResult, usage: Usage, steps: list[tuple[bool, float]] = steps) -> None:
-            del result, usage
-            steps.append((any(item.start < setting.prompt for item in plan.slices), time.perf_counter()))
 
-        engine.on_step = watch
-        begun = time.perf_counter()
-        for index, prompt in enumerate(prompts):
-            engine.add(Request(index, str(index), prompt, params, output_len=setting.out))
-        while engine.has_work():
-            engine.step()
-        ended = time.perf_counter()
-        times = [after - before for before, after in pairwise([begun, *(at for _, at in steps)])]
-        prefill = sum(spent for spent, (filling, _) in zip(times, steps, strict=True) if filling)
-        decode = [spent for spent, (filling, _) in zip(times, steps, strict=True) if not filling]
-        seconds = ended - begun
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        kv = engine.counters.peak_used_blocks * bench.executor.limits.bytes_per_block
-        point = Point(setting, seconds, setting.rows * setting.prompt / prefill, setting.rows * setting.out / seconds,
-                      statistics.median(decode), peak, kv)
-        if best is None or point.seconds < best.seconds:
-            best = point
-    assert best is not None
-    return best
+def serve_once(bench: Bench, setting: Setting, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Point:
+    engine = bench.engine(prefix=False)
+    steps: list[tuple[bool, float]] = []
+
+    def watch(plan: StepPlan, result: StepResult, usage: Usage) -> None:
+        del result, usage
+        steps.append((any(item.start < setting.prompt for item in plan.slices), time.perf_counter()))
+
+    engine.on_step = watch
+    begun = time.perf_counter()
+    for index, prompt in enumerate(prompts):
+        engine.add(Request(index, str(index), prompt, params, output_len=setting.out))
+    while engine.has_work():
+        engine.step()
+    seconds = time.perf_counter() - begun
+    times = [after - before for before, after in pairwise([begun, *(at for _, at in steps)])]
+    prefill = sum(spent for spent, (filling, _) in zip(times, steps, strict=True) if filling)
+    decode = [spent for spent, (filling, _) in zip(times, steps, strict=True) if not filling]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    kv = engine.counters.peak_used_blocks * bench.executor.limits.bytes_per_block
+    return Point(setting, seconds, len(prompts) * setting.prompt / prefill, len(prompts) * setting.out / seconds,
+                 statistics.median(decode), peak, kv)
 
 
 def in_own_process(setting: Setting, dtype: str, threads: int) -> Point:
@@ -186,7 +187,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.one:
         setting = Setting(*options.one)
-        rounds = 1 if setting.rows * setting.prompt > 4000 else 3
+        rounds = 1 if setting.rows * setting.prompt > LONG else 3
         print(json.dumps(asdict(measure(setting, options.dtype, options.threads, rounds))))
         return
     begun = time.perf_counter()
