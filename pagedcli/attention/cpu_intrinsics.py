@@ -89,6 +89,14 @@ def call(typing: Any, address: Any, values: Any) -> Any:
 
 
 @compiled_intrinsic
+def as_pointer(typing: Any, address: Any) -> Any:
+    """`address` as the void pointer that carray takes."""
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+    return types.voidptr(types.int64), code
+
+
+@compiled_intrinsic
 def load_shared(typing: Any, address: Any) -> Any:
     """The int64 at `address` that another thread changes; what it wrote before that is seen after this."""
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -11,9 +11,11 @@ import ctypes
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 
+@cache
 def _openmp() -> ctypes.CDLL | None:
     """The OpenMP library of this process that has GNU's entry point (libgomp, and LLVM's and Intel's under Linux)."""
     if not sys.platform.startswith("linux"):

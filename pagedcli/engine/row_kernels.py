@@ -8,17 +8,21 @@ a block and float64 across blocks.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import carray, cfunc, njit, types
+
+from pagedcli.attention.cpu_intrinsics import as_pointer, fetch_add, load_i64
 
 BLOCK = 256
 LOWEST = np.float32(-87.0)
 """Below this exponent a weight counts as zero: exp(-87) is the last normal float32 but one power of two."""
 
-THREAD_ENTRIES = 1 << 23
-"""Entries below which one thread is faster: waking others costs more, the more so on a machine that is busy."""
+THREAD_ENTRIES, TEAM_ENTRIES = 1 << 23, 1 << 19
+"""Entries below which one thread is faster: waking Numba's threads costs more, the more so on a machine that is busy;
+torch's own, which have just computed the rows, are still awake."""
 
 GOOD, NOT_A_NUMBER, NO_MASS = 0, 1, 2
 """What `row_stats` says of a row: fit to use; holds NaN or +inf; has no finite entry."""
@@ -113,8 +117,26 @@ def row_stats(values: Any, rows: Any, status: Any, best: Any, peaks: Any, sums: 
         _row_stats(values[rows[job]], job, status, best, peaks, sums, log_sum)
 
 
-@njit(cache=True, parallel=True)
-def row_stats_threads(values: Any, rows: Any, status: Any, best: Any, peaks: Any, sums: Any, log_sum: Any) -> None:
-    """`row_stats` with rows spread over threads."""
-    for job in prange(rows.shape[0]):
-        _row_stats(values[rows[job]], job, status, best, peaks, sums, log_sum)
+@cache  # kept for good: a team may hold its address
+def row_stats_part() -> Any:
+    """void(address of a block of int64): one thread's part of `row_stats`, rows taken off a counter.
+
+    The block: jobs, entries a row, blocks a row, addresses of values, rows, status, best, peaks, sums, log_sum; the
+    counter, 0, stands at place 16.
+    """
+    @cfunc(types.void(types.int64), cache=True)
+    def part(a: int) -> None:
+        jobs, width, blocks = load_i64(a), load_i64(a + 8), load_i64(a + 16)
+        rows = carray(as_pointer(load_i64(a + 32)), (jobs,), np.int64)
+        status = carray(as_pointer(load_i64(a + 40)), (jobs,), np.int64)
+        best = carray(as_pointer(load_i64(a + 48)), (jobs,), np.int64)
+        peaks = carray(as_pointer(load_i64(a + 56)), (jobs, blocks), np.float32)
+        sums = carray(as_pointer(load_i64(a + 64)), (jobs, blocks), np.float64)
+        log_sum = carray(as_pointer(load_i64(a + 72)), (jobs,), np.float64)
+        job = fetch_add(a + 128, 1)
+        while job < jobs:
+            row = carray(as_pointer(load_i64(a + 24) + 4 * width * rows[job]), (width,), np.float32)
+            _row_stats(row, job, status, best, peaks, sums, log_sum)
+            job = fetch_add(a + 128, 1)
+
+    return part

@@ -6,7 +6,9 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from pagedcli.attention.cpu_team import Team
 from pagedcli.core.errors import CannotRunError
 from pagedcli.core.sequence import Sequence
 from pagedcli.engine import row_kernels as kernels
@@ -31,9 +33,18 @@ class RowStats:
                    np.empty((count, blocks), np.float32), np.empty((count, blocks), np.float64),
                    np.empty(count, np.float64))
         if count:
-            run = kernels.row_stats_threads if count * values.shape[1] >= kernels.THREAD_ENTRIES else kernels.row_stats
-            run(values, rows.index, rows.status, rows.best, rows.peaks, rows.sums, rows.log_sum)
+            rows._fill()
         return rows
+
+    def _fill(self) -> None:
+        out = (self.status, self.best, self.peaks, self.sums, self.log_sum)
+        if len(self.index) * self.values.shape[1] < kernels.TEAM_ENTRIES or not self.values.flags.c_contiguous:
+            kernels.row_stats(self.values, self.index, *out)
+            return
+        block = np.zeros(24, np.int64)
+        block[:10] = (len(self.index), self.values.shape[1], self.peaks.shape[1],
+                      *(array.ctypes.data for array in (self.values, self.index, *out)))
+        Team().run(kernels.row_stats_part().address, block.ctypes.data, torch.get_num_threads())
 
     def row(self, place: int) -> np.ndarray:
         return self.values[self.index[place]]

@@ -77,7 +77,7 @@ class NativeLayer:
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
         biases = [item.bias.detach() for item in projections if item.bias is not None]
         norms = [getattr(attention, name).weight.detach() for name in ("q_norm", "k_norm") if hasattr(attention, name)]
-        self.norm_in, self.norm_mid = (norm.weight.detach().contiguous() for norm in (
+        self.norm_in, self.norm_mid = (_own(norm.weight) for norm in (
             layer.input_layernorm, layer.post_attention_layernorm))
         self.head_norms = torch.stack(norms) if norms else None
         self.qkv = Product(torch.cat([item.weight.detach() for item in projections]),
@@ -100,8 +100,8 @@ class NativeDecoder:
         self.dtype, self.device = source.dtype, source.device
         self._hidden, self._inner = int(module.config.hidden_size), int(module.config.intermediate_size)
         self._eps = float(module.config.rms_norm_eps)
-        self._embedding: torch.Tensor = module.model.embed_tokens.weight.detach().contiguous()
-        self._norm: torch.Tensor = module.model.norm.weight.detach().contiguous()
+        self._embedding: torch.Tensor = _own(module.model.embed_tokens.weight)
+        self._norm: torch.Tensor = _own(module.model.norm.weight)
         self._head = Product(module.lm_head.weight.detach(), module.lm_head.bias, "store")
         self._table = rotary_table(module.model.rotary_emb, max_positions)
         self._layers = [NativeLayer(layer) for layer in module.model.layers]
@@ -114,7 +114,7 @@ class NativeDecoder:
 
     @property
     def attention_seconds(self) -> float:
-        return self.seconds.get("attention", 0.0) + self.seconds.get("write", 0.0)
+        return float(self._program.shares[self._attending].sum()) * self._seconds
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -129,11 +129,12 @@ class NativeDecoder:
         self._backend, self._room = backend, 0
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """See `Decoder.forward`; the logits hold until the next call."""
         began = time.perf_counter()
         if max(len(ids), len(rows)) > self._room:
             self._build(-(-max(len(ids), len(rows)) // ROOM) * ROOM)
         threads = torch.get_num_threads()
-        logits = torch.empty(len(rows), self._head.columns, dtype=self.dtype)
+        logits = self._logits[:len(rows)]
         blocks = self._blocks
         blocks[:, 0], blocks[-3:, 0] = len(ids), len(rows)
         blocks[:, 1] = np.maximum(blocks[:, 0] // (4 * threads), 1)
@@ -208,8 +209,15 @@ class NativeDecoder:
             else:
                 operations.append((function, next(places)))
         self._names = [label for label, _ in order]
+        self._attending = np.array([label in ("attention", "write") for label in self._names])
         self._program = Program(self._team, operations)
+        self._logits = torch.empty(room, self._head.columns, dtype=dtype)
         self._room = room
+
+
+def _own(weight: torch.Tensor) -> torch.Tensor:
+    """A copy: a view into the file of weights would keep all of it in memory."""
+    return weight.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _aligned(rows: int, words: int) -> Any:

@@ -97,7 +97,7 @@ def probe(decoder: HFDecoder, backend: AttentionBackend, cache_dtype: torch.dtyp
         plan = StepPlan([Slice(seq, tokens[seq][done[seq]:done[seq] + count], done[seq], tables[seq], count)
                          for seq, count in enumerate(cut)])
         logits = forward(runner, backend, flatten(plan, block_size, runner.row_tile))
-        rows.append(logits)
+        rows.append(logits.clone())
         judged += [expected[seq, done[seq]:done[seq] + count] for seq, count in enumerate(cut)]
         done = [have + count for have, count in zip(done, cut, strict=True)]
     error = disagreement(torch.cat(rows), torch.cat(judged), exact=decoder.dtype == torch.float32)

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.extending import overload
 
-from pagedcli.attention.cpu_intrinsics import compiled_intrinsic, fetch_add, load_i64
+from pagedcli.attention.cpu_intrinsics import as_pointer, compiled_intrinsic, fetch_add, load_i64
 
 _LN2_INV = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)
@@ -135,13 +135,6 @@ def silu_row(row: int, gate_up: Any, out: Any) -> None:
         target[i] = _narrow(gate / (_ONE + _exp(bounded)) * _widen(line[width + i]), target)
 
 
-@compiled_intrinsic
-def _pointer(typing: Any, address: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-    return types.voidptr(types.int64), code
-
-
 def _argument(base: Any, place: int) -> Any:
     """int64 number `place` of the argument block at address `base`."""
     return load_i64(base + 8 * place)
@@ -163,11 +156,11 @@ def build_norm(element: Any) -> Any:
     def work(block: Any) -> None:
         base = _address(block)
         rows, piece, width = _arg(base, ROWS), _arg(base, PIECE), _arg(base, 7)
-        residual = carray(_pointer(_arg(base, 3)), (rows, _arg(base, 9)), element)
+        residual = carray(as_pointer(_arg(base, 3)), (rows, _arg(base, 9)), element)
         given = rows if _arg(base, 4) else 0
-        delta = carray(_pointer(_arg(base, 4)), (given, width), element)
-        weight = carray(_pointer(_arg(base, 5)), (width,), element)
-        out = carray(_pointer(_arg(base, 6)), (rows, _arg(base, 10)), element)
+        delta = carray(as_pointer(_arg(base, 4)), (given, width), element)
+        weight = carray(as_pointer(_arg(base, 5)), (width,), element)
+        out = carray(as_pointer(_arg(base, 6)), (rows, _arg(base, 10)), element)
         eps = np.int32(_arg(base, 8)).view(np.float32)
         first = fetch_add(base + 8 * NEXT, piece)
         while first < rows:
@@ -183,11 +176,11 @@ def build_rope(element: Any) -> Any:
     def work(block: Any) -> None:
         base = _address(block)
         rows, piece, dim = _arg(base, ROWS), _arg(base, PIECE), _arg(base, 10)
-        qkv = carray(_pointer(_arg(base, 3)), (rows, _arg(base, 7)), element)
-        positions = carray(_pointer(_arg(base, 4)), (rows,), np.int64)
-        table = carray(_pointer(_arg(base, 5)), (_arg(base, 12), dim), np.float32)
+        qkv = carray(as_pointer(_arg(base, 3)), (rows, _arg(base, 7)), element)
+        positions = carray(as_pointer(_arg(base, 4)), (rows,), np.int64)
+        table = carray(as_pointer(_arg(base, 5)), (_arg(base, 12), dim), np.float32)
         given = 2 if _arg(base, 6) else 0
-        weights = carray(_pointer(_arg(base, 6)), (given, dim), element)
+        weights = carray(as_pointer(_arg(base, 6)), (given, dim), element)
         eps = np.int32(_arg(base, 8)).view(np.float32)
         first = fetch_add(base + 8 * NEXT, piece)
         while first < rows:
@@ -202,8 +195,8 @@ def build_silu(element: Any) -> Any:
     def work(block: Any) -> None:
         base = _address(block)
         rows, piece, width = _arg(base, ROWS), _arg(base, PIECE), _arg(base, 5)
-        gate_up = carray(_pointer(_arg(base, 3)), (rows, 2 * width), element)
-        out = carray(_pointer(_arg(base, 4)), (rows, width), element)
+        gate_up = carray(as_pointer(_arg(base, 3)), (rows, 2 * width), element)
+        out = carray(as_pointer(_arg(base, 4)), (rows, width), element)
         first = fetch_add(base + 8 * NEXT, piece)
         while first < rows:
             for row in range(first, min(first + piece, rows)):
@@ -220,13 +213,13 @@ def build_take(element: Any) -> Any:
     def work(block: Any) -> None:
         base = _address(block)
         rows, piece, width = _arg(base, ROWS), _arg(base, PIECE), _arg(base, 6)
-        places = carray(_pointer(_arg(base, 3)), (rows,), np.int64)
-        out = carray(_pointer(_arg(base, 5)), (rows, _arg(base, 8)), element)
+        places = carray(as_pointer(_arg(base, 3)), (rows,), np.int64)
+        out = carray(as_pointer(_arg(base, 5)), (rows, _arg(base, 8)), element)
         first = fetch_add(base + 8 * NEXT, piece)
         while first < rows:
             for row in range(first, min(first + piece, rows)):
                 start = _arg(base, 4) + places[row] * _arg(base, 7) * cell
-                line = carray(_pointer(start), (width,), element)
+                line = carray(as_pointer(start), (width,), element)
                 for i in range(width):
                     out[row, i] = line[i]
             first = fetch_add(base + 8 * NEXT, piece)

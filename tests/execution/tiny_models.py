@@ -83,7 +83,7 @@ def run_steps(executor: TorchExecutor, prompts: Sequence[Sequence[int]], tables:
     for step in steps:
         slices = [Slice(seq, list(prompts[seq][done[seq]:done[seq] + count]), done[seq], tables[seq], count)
                   for seq, count in enumerate(step) if count]
-        logits = executor.execute(StepPlan(slices)).logits
+        logits = executor.execute(StepPlan(slices)).logits.clone()
         for item, rows in zip(slices, logits.split([item.logit_rows for item in slices]), strict=True):
             parts[item.seq].append(rows)
             done[item.seq] += len(rows)
