@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -101,6 +102,7 @@ class Server:
 
 def main() -> None:
     given = options(__doc__ or "", add)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # so that the server ends too
     rows = read_rows(given.rows)
     longest = max(len(row["prompt_token_ids"]) + row["max_tokens"] * row["n"] for row in rows)
     slots = min(given.slots, sum(row["n"] for row in rows))
@@ -117,7 +119,8 @@ def main() -> None:
                        for number, row in enumerate(rows[alone:], alone)}
             outputs |= {key: future.result() for key, future in waiting.items()}
         done = now()[0], server.cpu_seconds
-        report(given, version=f"llama.cpp, {given.release}", loaded=loaded, done=done, outputs=outputs, peak_mib=server.peak_mib,
+        report(given, version=f"llama.cpp, {given.release}", loaded=loaded, done=done, outputs=outputs,
+               peak_mib=server.peak_mib,
                settings={"slots": slots, "kv": KV_TYPES[given.dtype], "unified": not given.split,
                          "ubatch": given.ubatch, "first_alone": given.first_alone})
     finally:
