@@ -15,6 +15,8 @@ from pathlib import Path
 from tests.peers.workloads import Row, read
 
 FIRST_TOKENS = 20
+END_TOKEN = 2
+"""Of SmolLM2 (its generation_config.json); lengths are forced, so it is a token like any other in these rows."""
 Outputs = Mapping[str, Sequence[Sequence[int]]]
 """A row's samples, each a list of token ids, by the row's id."""
 
@@ -58,14 +60,21 @@ def length_faults(rows: Sequence[Row], outputs: Outputs) -> list[str]:
     return faults
 
 
-def agreement(rows: Sequence[Row], outputs: Outputs, reference: Outputs, first: int = FIRST_TOKENS) -> Agreement:
-    """Greedy rows whose first tokens are those of the reference. A row that either side lacks does not agree."""
+def agreement(rows: Sequence[Row], outputs: Outputs, reference: Outputs, first: int = FIRST_TOKENS,
+              until: int | None = None) -> Agreement:
+    """Greedy rows whose first tokens are those of the reference. A row that either side lacks does not agree.
+
+    `until`: the end token, for an engine that forces lengths by forbidding it; only what the reference has before it is
+    compared then.
+    """
     greedy = [row for row in rows if row["temperature"] == 0]
     equal = 0
     for row in greedy:
         mine, theirs = outputs.get(row["id"]), reference.get(row["id"])
         count = min(first, row["max_tokens"])
         if mine and theirs and len(theirs[0]) >= count:
+            if until is not None and until in theirs[0][:count]:
+                count = list(theirs[0]).index(until)
             equal += list(mine[0][:count]) == list(theirs[0][:count])
     return Agreement(equal, len(greedy))
 

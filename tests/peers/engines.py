@@ -63,7 +63,8 @@ Environment = Callable[[Place, Ask], dict[str, str]]
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine. `needs`: the set-up it needs, by name, if any. `most_rounds`: for one too slow to repeat."""
+    """One engine. `needs`: the set-up it needs, by name, if any. `most_rounds`: for one too slow to repeat.
+    `forbids_end`: it cannot write the end token and go on, so it forces lengths by never choosing it."""
 
     name: str
     title: str
@@ -71,6 +72,7 @@ class Engine:
     environment: Environment
     needs: str | None = None
     most_rounds: int | None = None
+    forbids_end: bool = False
 
     @property
     def ours(self) -> bool:
@@ -142,7 +144,7 @@ ENGINES: Mapping[str, Engine] = {engine.name: engine for engine in (
     Engine("openvino", "OpenVINO GenAI", _openvino, _plain, "openvino"),
     Engine("vllm", "vLLM CPU, compiled", _vllm(), _vllm_environment, "vllm"),
     Engine("vllm-eager", "vLLM CPU, eager", _vllm("--eager"), _vllm_environment, "vllm"),
-    Engine("llamacpp", "llama.cpp server", _llama, _plain, "llamacpp"),
+    Engine("llamacpp", "llama.cpp server", _llama, _plain, "llamacpp", forbids_end=True),
     Engine("transformers", "transformers, static batches", _transformers, _plain, "transformers", most_rounds=1),
 )}
 PEERS = tuple(name for name in ENGINES if name != JOB)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.peers.check import Agreement, agreement, length_faults, read_outputs
+from tests.peers.check import END_TOKEN, Agreement, agreement, length_faults, read_outputs
 from tests.peers.engines import ENGINES, JOB, OURS, OWN_PYTHON, PEERS, REPOSITORY, Ask, Engine, Place, chosen
 from tests.peers.measure import run as run_process
 from tests.peers.records import Run
@@ -111,7 +111,8 @@ def one(engine: Engine, workload: Workload, number: int, settings: Settings, pla
         return replace(blank, error="it ended well, and wrote no figures")
     told: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     outputs = read_outputs(out.with_suffix(".rows.jsonl"))
-    found = agreement(workload.rows, outputs, expected) if expected else Agreement(0, 0)
+    until = END_TOKEN if engine.forbids_end else None
+    found = agreement(workload.rows, outputs, expected, until=until) if expected else Agreement(0, 0)
     return replace(
         blank, wall=told["wall_seconds"], load=told["load_seconds"], whole=told["done_at"] - ended.started,
         cpu=told["cpu_seconds"], peak_mib=told["peak_mib"] or max(ended.peak_mib, told["own_peak_mib"]),

@@ -42,6 +42,13 @@ def test_a_row_shorter_than_the_compared_tokens_is_compared_whole() -> None:
     assert agreement([row("a", 2)], {"a": [[5, 6]]}, {"a": [[5, 6]]}) == Agreement(1, 1)
 
 
+def test_an_engine_that_forbids_the_end_token_is_compared_before_it() -> None:
+    rows, reference = [row("a", 4), row("b", 4)], {"a": [[5, 2, 6, 7]], "b": [[5, 6, 7, 2]]}
+    outputs = {"a": [[5, 9, 9, 9]], "b": [[5, 9, 7, 8]]}
+    assert agreement(rows, outputs, reference, until=2) == Agreement(1, 2)
+    assert agreement(rows, outputs, reference) == Agreement(0, 2)
+
+
 def test_most_is_more_than_half() -> None:
     assert [Agreement(equal, 4).most for equal in (1, 2, 3)] == [False, False, True]
 

@@ -25,7 +25,7 @@ def generation(genai: Any, row: dict[str, Any], number: int) -> Any:
     """Settings of one row: forced length, greedy or plain sampling."""
     config = genai.GenerationConfig()
     config.eos_token_id, config.ignore_eos = 2, True
-    config.max_new_tokens = config.min_new_tokens = row["max_tokens"]
+    config.max_new_tokens = row["max_tokens"]  # a least length would forbid the end token instead
     config.num_return_sequences = row["n"]
     config.do_sample = row["temperature"] > 0
     if config.do_sample:
