@@ -87,7 +87,7 @@ def cells(line: Line, lines: Sequence[Line], workload: Workload) -> tuple[str, .
     lengths = "as asked" if line.good else (line.problem or "-")[:60]
     return (line.title, wall, number(rate, ".0f"), "" if faster is None else f"{faster:.2f}x", number(line.load, ".1f"),
             number(line.whole, ".1f"), number(line.peak_mib, ".0f"), number(line.busy, ".0%"), lengths,
-            line.agreement.text if line.agreement else "sampled")
+            line.agreement.text if line.agreement else "sampled" if workload.rows[0]["temperature"] > 0 else "-")
 
 
 def verdict(found: Standing) -> str:

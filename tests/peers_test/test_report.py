@@ -46,6 +46,7 @@ def test_a_failed_engine_keeps_its_line_with_the_reason() -> None:
     lines = summarise([OURS, Run("vllm", "W1", 1, error="exit status 1: no memory")], 2)
     found = dict(zip(HEADS, cells(lines[1], lines, TWO), strict=True))
     assert found["wall s (range)"] == "-" and found["lengths"] == "exit status 1: no memory"
+    assert found["greedy 20"] == "-"
 
 
 def test_the_verdict_is_against_the_best_other() -> None:
