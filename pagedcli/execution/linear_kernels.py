@@ -36,7 +36,8 @@ LOG2E = 1.4426950408889634
 
 KINDS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 EPILOGUES = ("store", "add", "gate")
-"""What becomes of the sums: stored; added to what is there; or, of 32 gates and 32 ups, silu(gate) * up stored."""
+"""What becomes of the sums: stored; added to the float32 that is there; or, of 32 gates and 32 ups, silu(gate) * up
+stored."""
 
 # Argument block, int64 each. The counter has its place in common with the row operations.
 (ROWS, _PIECE, NEXT, X, WEIGHTS, OUT, STEPS, GROUPS, BIAS, X_STRIDE, OUT_STRIDE, OUT_GROUP, TILES,
@@ -128,8 +129,11 @@ def emit_tile(emit: Emit, args: list[Any], kind: str, rows: int, epilogue: str) 
             half = VECTORS // 2
             totals = [b.fmul(_silu(emit, gate), up) for gate, up in zip(totals[:half], totals[half:], strict=True)]
         for n, total in enumerate(totals):
-            place = emit.at(target, n * LANES * cell)
-            emit.narrow(kind, b.fadd(total, emit.widen(kind, place, LANES)) if epilogue == "add" else total, place)
+            if epilogue == "add":
+                place = emit.at(target, n * LANES * 4)
+                emit.store(b.fadd(total, emit.load(place, ir.VectorType(F32, LANES))), place)
+            else:
+                emit.narrow(kind, total, emit.at(target, n * LANES * cell))
 
 
 def _fill_tiles(typing: Any, table: Any, kind: Any, epilogue: Any) -> Any:

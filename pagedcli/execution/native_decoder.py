@@ -1,12 +1,13 @@
 """Llama-like decoders as one native program a step, on CPUs that linear_kernels has products for.
 
 The same mathematics as the Hugging Face modules, with fewer roundings: what lies between two matrix products is
-computed in float32 and rounded once, and sums are joined to the residual before they are rounded. The probe at load
-compares it with the model's own eager forward like any other. A row's bits depend on the row alone, so no padding.
+computed in float32 and rounded once, and the residual stream stays in float32. The probe at load compares it with the
+model's own eager forward like any other. A row's bits depend on the row alone, so no padding.
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections import Counter
 from typing import Any
@@ -63,9 +64,9 @@ class Product:
     def arguments(self, x: int, x_stride: int, out: int, out_stride: int) -> tuple[int, ...]:
         """The block from word X on; strides in bytes."""
         cell = self._weights.itemsize
-        kept = linear.COLUMNS // 2 if self._epilogue == "gate" else linear.COLUMNS
+        kept = {"store": linear.COLUMNS * cell, "gate": linear.COLUMNS // 2 * cell, "add": linear.COLUMNS * 4}
         return (x, self._weights.data_ptr(), out, self._width * cell // 4, self.columns // linear.COLUMNS,
-                self._bias.data_ptr(), x_stride, out_stride, kept * cell, int(self._tiles.ctypes.data),
+                self._bias.data_ptr(), x_stride, out_stride, kept[self._epilogue], int(self._tiles.ctypes.data),
                 linear.block_rows(self._width * cell))
 
 
@@ -105,6 +106,7 @@ class NativeDecoder:
         self._head = Product(module.lm_head.weight.detach(), module.lm_head.bias, "store")
         self._table = rotary_table(module.model.rotary_emb, max_positions)
         self._layers = [NativeLayer(layer) for layer in module.model.layers]
+        _give_back()
         self._team = Team()
         self._product = linear.build_product()
         self._backend: CpuBackend | None = None
@@ -157,8 +159,9 @@ class NativeDecoder:
         qkv_wide = self._layers[0].qkv.columns
         inner_wide = self._layers[0].gate_up.columns // 2
         residual, normed, qkv, mixed, active, last, last_normed = self._buffers = [
-            torch.zeros(room, width, dtype=dtype)
-            for width in (wide, wide, qkv_wide, mixed_wide, inner_wide, wide, wide)]
+            torch.zeros(room, width, dtype=kind)
+            for width, kind in ((wide, torch.float32), (wide, dtype), (qkv_wide, dtype), (mixed_wide, dtype),
+                                (inner_wide, dtype), (wide, torch.float32), (wide, dtype))]
         q, k, v = (Rows(qkv.data_ptr() + first * spec.key_dim * cell, qkv_wide * cell)
                    for first in (0, spec.heads, spec.heads + spec.kv_heads))
         self._attention = AttentionProgram(self._backend, self.specs, dtype, q, k, v,
@@ -166,22 +169,22 @@ class NativeDecoder:
         words: list[tuple[int, ...]] = []
         order: list[tuple[str, int]] = []
 
-        def row_op(label: str, name: str, *given: int) -> None:
-            order.append((label, compiled(name, dtype).address))
+        def row_op(label: str, name: str, *given: int, kind: torch.dtype | None = None) -> None:
+            order.append((label, compiled(name, kind or dtype).address))
             words.append((0, 0, 0, *given))
 
         def norm(weight: torch.Tensor, here: torch.Tensor, there: torch.Tensor) -> None:
-            row_op("norm", "norm", here.data_ptr(), 0, weight.data_ptr(), there.data_ptr(), self._hidden,
+            row_op("norm", "norm of stream", here.data_ptr(), 0, weight.data_ptr(), there.data_ptr(), self._hidden,
                    float_bits(self._eps), wide, wide)
 
         def product(label: str, made: Product, x: torch.Tensor, out: torch.Tensor | None) -> None:
             order.append((label, self._product.address))
             words.append((0, 0, 0, *made.arguments(x.data_ptr(), x.stride(0) * cell, 0 if out is None else
-                                                   out.data_ptr(), (made.columns if out is None else out.stride(0))
-                                                   * cell)))
+                                                   out.data_ptr(), made.columns * cell if out is None else
+                                                   out.stride(0) * out.itemsize)))
 
-        row_op("embedding", "take", 0, self._embedding.data_ptr(), residual.data_ptr(), self._hidden, self._hidden,
-               wide)
+        row_op("embedding", "take to stream", 0, self._embedding.data_ptr(), residual.data_ptr(), self._hidden,
+               self._hidden, wide)
         turning = []
         for number, layer in enumerate(self._layers):
             norm(layer.norm_in, residual, normed)
@@ -195,7 +198,8 @@ class NativeDecoder:
             norm(layer.norm_mid, residual, normed)
             product("gate_up", layer.gate_up, normed, active)
             product("down", layer.down, active, residual)
-        row_op("last rows", "take", 0, residual.data_ptr(), last.data_ptr(), self._hidden, wide, wide)
+        row_op("last rows", "take", 0, residual.data_ptr(), last.data_ptr(), self._hidden, wide, wide,
+               kind=torch.float32)
         norm(self._norm, last, last_normed)
         product("head", self._head, last_normed, None)
         self._turning = np.array(turning)
@@ -213,6 +217,13 @@ class NativeDecoder:
         self._program = Program(self._team, operations)
         self._logits = torch.empty(room, self._head.columns, dtype=dtype)
         self._room = room
+
+
+def _give_back() -> None:
+    """Ask the C library to return what it keeps of freed memory: some 200 MiB of the originals of a small model."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _own(weight: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ Work is shared out over threads in pieces of rows by a counter, on the attention
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -150,13 +151,15 @@ def _address(typing: Any, pointer: Any) -> Any:
     return types.int64(types.voidptr), code
 
 
-def build_norm(element: Any) -> Any:
+def build_norm(element: Any, stream: Any = None) -> Any:
     """void(block): 3 residual, 4 delta or 0 (its rows are `width` apart), 5 weight, 6 out, 7 width, 8 eps as float
-    bits, 9 and 10 elements from row to row of residual and out."""
+    bits, 9 and 10 elements from row to row of residual and out. `stream`: the residual's type, by default `element`."""
+    stream = element if stream is None else stream
+
     def work(block: Any) -> None:
         base = _address(block)
         rows, piece, width = _arg(base, ROWS), _arg(base, PIECE), _arg(base, 7)
-        residual = carray(as_pointer(_arg(base, 3)), (rows, _arg(base, 9)), element)
+        residual = carray(as_pointer(_arg(base, 3)), (rows, _arg(base, 9)), stream)
         given = rows if _arg(base, 4) else 0
         delta = carray(as_pointer(_arg(base, 4)), (given, width), element)
         weight = carray(as_pointer(_arg(base, 5)), (width,), element)
@@ -205,26 +208,29 @@ def build_silu(element: Any) -> Any:
     return cfunc(types.void(types.voidptr), cache=True)(work)
 
 
-def build_take(element: Any) -> Any:
+def build_take(element: Any, stream: Any = None) -> Any:
     """void(block): 3 places (int64 a row), 4 table, 5 out, 6 width, 7 and 8 elements from row to row of table and out:
-    out[row] = table[places[row]]."""
+    out[row] = table[places[row]]. `stream`: type of out, by default `element`."""
+    stream = element if stream is None else stream
     cell = np.dtype(element).itemsize
 
     def work(block: Any) -> None:
         base = _address(block)
         rows, piece, width = _arg(base, ROWS), _arg(base, PIECE), _arg(base, 6)
         places = carray(as_pointer(_arg(base, 3)), (rows,), np.int64)
-        out = carray(as_pointer(_arg(base, 5)), (rows, _arg(base, 8)), element)
+        out = carray(as_pointer(_arg(base, 5)), (rows, _arg(base, 8)), stream)
         first = fetch_add(base + 8 * NEXT, piece)
         while first < rows:
             for row in range(first, min(first + piece, rows)):
                 start = _arg(base, 4) + places[row] * _arg(base, 7) * cell
                 line = carray(as_pointer(start), (width,), element)
                 for i in range(width):
-                    out[row, i] = line[i]
+                    out[row, i] = _narrow(_widen(line[i]), out)
             first = fetch_add(base + 8 * NEXT, piece)
     return cfunc(types.void(types.voidptr), cache=True)(work)
 
 
 BUILDERS: dict[str, Callable[[Any], Any]] = {"norm": build_norm, "rope": build_rope, "silu": build_silu,
-                                                  "take": build_take}
+                                                  "take": build_take,
+                                                  "norm of stream": partial(build_norm, stream=np.float32),
+                                                  "take to stream": partial(build_take, stream=np.float32)}

@@ -48,12 +48,12 @@ def test_products_equal_float64(dtype: torch.dtype, rows: int, width: int, colum
     assert not out[:, columns:].any(), "columns that pad a group come out as zeros"
 
 
-def test_a_sum_joins_what_is_there_before_it_is_rounded(dtype: torch.dtype) -> None:
-    x, weight, there = random(dtype, 9, 96), random(dtype, 128, 96), random(dtype, 9, 128)
+def test_a_sum_joins_the_float32_that_is_there(dtype: torch.dtype) -> None:
+    x, weight, there = random(dtype, 9, 96), random(dtype, 128, 96), random(torch.float32, 9, 128)
     out = there.clone()
     multiply(Product(weight, None, "add"), x, out)
     exact = there.double() + x.double() @ weight.double().T
-    assert torch.allclose(out.double(), exact, rtol=TYPES[dtype], atol=1e-5)
+    assert torch.allclose(out.double(), exact, rtol=1e-5, atol=1e-4)
 
 
 def test_gates(dtype: torch.dtype) -> None:
