@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from pagedcli.workloads.spec import Workload
 
 WORK, LOAD, OUT = "Workload", "Load", "Results"
-DEFAULT_REQUESTS = 24
-DEFAULT_RATE = 1.0
+DEFAULT_REQUESTS = 32
+DEFAULT_RATE = 4.0
 DEFAULT_MODEL_LEN = 1024
 POOL_OF_LONGEST = 4
 """The default pool holds so many sequences of the longest length: few enough that memory is what runs out."""
