@@ -7,7 +7,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from pagedcli.attention.cpu_vectors import F32, I32, I64, LANES, TILE, Emit, value_cuts
+from pagedcli.attention.cpu_vectors import F32, I32, I64, LANES, TILE, Emit, ValueTile, value_cuts, value_runs
 
 
 def emit_weighted(emit: Emit, args: list[Any], dim: int, rows: int, budget: int) -> None:
@@ -20,6 +20,7 @@ def emit_weighted(emit: Emit, args: list[Any], dim: int, rows: int, budget: int)
     of the pairs, wherever a span is cut between two.
     """
     sums, weights, scales, table, base, pitch, size, start, low, high, coming = args
+    tile = ValueTile(table, base, pitch, size, start, coming)
     b = emit.b
     cuts: list[tuple[int, int]] = []
     offset = 0
@@ -34,38 +35,24 @@ def emit_weighted(emit: Emit, args: list[Any], dim: int, rows: int, budget: int)
             held.append([cgutils.alloca_once_value(b, b.fmul(
                 emit.load(emit.at(sums, 4 * (r * dim + o)), ir.VectorType(F32, w)), emit.spread(scale, w)))
                 for o, w in group])
-        here = cgutils.alloca_once_value(b, b.and_(low, emit.i64(-2)))
-        with emit.while_less(here, high):
-            position = b.add(start, b.load(here))
-            block = b.udiv(position, size)
-            edge = b.mul(block, size)
-            stop = b.sub(b.add(edge, size), start)
-            stop = b.select(b.icmp_signed("<", stop, high), stop, high)
-            chunk = b.lshr(b.load(here), emit.i64(4))
-            turn = b.shl(b.add(chunk, emit.i64(1)), emit.i64(4))
-            stop = b.select(b.icmp_signed("<", stop, turn), stop, turn)
-            ahead = emit.load(b.add(coming, b.mul(chunk, emit.i64(8))), I64)
-            number = b.sext(emit.load(b.add(table, b.mul(block, emit.i64(4))), I32), I64)
-            address = b.add(base, b.add(b.mul(number, pitch), b.mul(b.sub(position, edge), emit.i64(dim * 2))))
-            begin = b.load(here)
-            with cgutils.for_range_slice(b, begin, stop, emit.i64(2), I64) as (slot, _):
-                value = b.add(address, b.mul(b.sub(slot, begin), emit.i64(dim * 2)))
-                first = b.select(b.icmp_signed(">=", slot, low), ir.Constant(I32, 0xFFFF), ir.Constant(I32, 0))
-                second = b.select(b.icmp_signed("<", emit.at(slot, 1), high), ir.Constant(I32, 0xFFFF0000),
-                                  ir.Constant(I32, 0))
-                seen = b.or_(first, second)
-                pairs = [b.and_(emit.load(emit.at(value, 4 * o), ir.VectorType(I32, w)), emit.spread(seen, w))
-                         for o, w in group]
-                for line in range(group[0][0] * 4, (group[-1][0] + group[-1][1]) * 4, 64):
-                    emit.fetch(b.add(ahead, b.add(emit.i64(line), b.mul(b.and_(slot, emit.i64(LANES - 1)),
-                                                                        emit.i64(dim * 2)))))
-                weight = b.add(weights, b.mul(slot, emit.i64(2)))
-                for r in range(rows):
-                    word = emit.load(emit.at(weight, 4 * r * TILE), I32)
-                    for part, pair in enumerate(pairs):
-                        total = emit.pair_fma(emit.spread(word, pair.type.count), pair, b.load(held[r][part]))
-                        b.store(total, held[r][part])
-            b.store(stop, here)
+        with (value_runs(emit, tile, b.and_(low, emit.i64(-2)), high, dim * 2) as (begin, stop, address, ahead),
+              cgutils.for_range_slice(b, begin, stop, emit.i64(2), I64) as (slot, _)):
+            value = b.add(address, b.mul(b.sub(slot, begin), emit.i64(dim * 2)))
+            first = b.select(b.icmp_signed(">=", slot, low), ir.Constant(I32, 0xFFFF), ir.Constant(I32, 0))
+            second = b.select(b.icmp_signed("<", emit.at(slot, 1), high), ir.Constant(I32, 0xFFFF0000),
+                              ir.Constant(I32, 0))
+            seen = b.or_(first, second)
+            pairs = [b.and_(emit.load(emit.at(value, 4 * o), ir.VectorType(I32, w)), emit.spread(seen, w))
+                     for o, w in group]
+            for line in range(group[0][0] * 4, (group[-1][0] + group[-1][1]) * 4, 64):
+                emit.fetch(b.add(ahead, b.add(emit.i64(line), b.mul(b.and_(slot, emit.i64(LANES - 1)),
+                                                                    emit.i64(dim * 2)))))
+            weight = b.add(weights, b.mul(slot, emit.i64(2)))
+            for r in range(rows):
+                word = emit.load(emit.at(weight, 4 * r * TILE), I32)
+                for part, pair in enumerate(pairs):
+                    total = emit.pair_fma(emit.spread(word, pair.type.count), pair, b.load(held[r][part]))
+                    b.store(total, held[r][part])
         for r in range(rows):
             for (o, _), total in zip(group, held[r], strict=True):
                 emit.store(b.load(total), emit.at(sums, 4 * (r * dim + o)))

@@ -62,9 +62,7 @@ class AttentionProgram:
         blocks = self._blocks
         blocks[:, :32] = 0
         blocks[:, _span(kernels.STEP_FIELDS)] = self._backend.step_values
-        scratch = max(self._layers, key=lambda layer: layer.shape.scratch_bytes)
-        address = self._backend.scratch_for(scratch)
+        # Layers of one shape cut the step alike; windows and caps change neither items nor scratch.
+        items, many, _ = self._backend.work(self._layers[0])
         where = kernels.CALL_FIELDS.start // 8
-        for block, layer in zip(blocks, self._layers, strict=True):
-            items, many, _ = self._backend.work(layer)
-            block[where:where + 3] = items, many, address
+        blocks[:, where:where + 3] = items, many, self._backend.scratch_for(self._layers[0])

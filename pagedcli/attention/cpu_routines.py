@@ -18,8 +18,10 @@ from pagedcli.attention.cpu_vectors import (
     LANES,
     TILE,
     Emit,
+    ValueTile,
     pairs_keys,
     value_cuts,
+    value_runs,
 )
 
 VECTOR = ir.VectorType(F32, LANES)
@@ -132,6 +134,7 @@ def emit_weighted(emit: Emit, args: list[Any], kind: str, dim: int, rows: int, b
     Only these positions are ever read.
     """
     sums, weights, scales, table, base, pitch, size, start, low, high, coming = args
+    tile = ValueTile(table, base, pitch, size, start, coming)
     b, cell = emit.b, BYTES[kind]
     pieces: list[tuple[int, int]] = []
     offset = 0
@@ -153,39 +156,24 @@ def emit_weighted(emit: Emit, args: list[Any], kind: str, dim: int, rows: int, b
             held_sums.append([cgutils.alloca_once_value(b, b.fmul(
                 emit.load(emit.at(sums, 4 * (r * dim + o)), ir.VectorType(F32, w)), emit.spread(scale, w)))
                 for o, w in cuts])
-        here = cgutils.alloca_once_value(b, low)
-        with emit.while_less(here, high):
-            position = b.add(start, b.load(here))
-            block = b.udiv(position, size)
-            edge = b.mul(block, size)
-            stop = b.sub(b.add(edge, size), start)
-            stop = b.select(b.icmp_signed("<", stop, high), stop, high)
-            chunk = b.lshr(b.load(here), emit.i64(4))
-            turn = b.shl(b.add(chunk, emit.i64(1)), emit.i64(4))
-            stop = b.select(b.icmp_signed("<", stop, turn), stop, turn)
-            ahead = emit.load(b.add(coming, b.mul(chunk, emit.i64(8))), I64)
-            number = b.sext(emit.load(b.add(table, b.mul(block, emit.i64(4))), I32), I64)
-            address = b.add(base, b.add(b.mul(number, pitch),
-                                        b.mul(b.sub(position, edge), emit.i64(dim * cell))))
-            begin = b.load(here)
-            with cgutils.for_range_slice(b, begin, stop, emit.i64(1), I64) as (slot, _):
-                value = b.add(address, b.mul(b.sub(slot, begin), emit.i64(dim * cell)))
-                loaded: list[Any] = []
-                for o, w in group:
-                    if w > LANES:
-                        loaded.extend(emit.split_words(emit.at(value, o * cell)))
-                    else:
-                        loaded.append(emit.widen(kind, emit.at(value, o * cell), w))
-                for line in range(group[0][0] * cell, (group[-1][0] + group[-1][1]) * cell, 64):
-                    emit.fetch(b.add(ahead, b.add(emit.i64(line), b.mul(
-                        b.and_(slot, emit.i64(LANES - 1)), emit.i64(dim * cell)))))
-                weight = b.add(weights, b.mul(slot, emit.i64(4)))
-                for r in range(rows):
-                    scalar = emit.load(emit.at(weight, 4 * r * TILE), F32)
-                    for part, piece in enumerate(loaded):
-                        total = emit.fma(emit.spread(scalar, piece.type.count), piece, b.load(held_sums[r][part]))
-                        b.store(total, held_sums[r][part])
-            b.store(stop, here)
+        with (value_runs(emit, tile, low, high, dim * cell) as (begin, stop, address, ahead),
+              cgutils.for_range_slice(b, begin, stop, emit.i64(1), I64) as (slot, _)):
+            value = b.add(address, b.mul(b.sub(slot, begin), emit.i64(dim * cell)))
+            loaded: list[Any] = []
+            for o, w in group:
+                if w > LANES:
+                    loaded.extend(emit.split_words(emit.at(value, o * cell)))
+                else:
+                    loaded.append(emit.widen(kind, emit.at(value, o * cell), w))
+            for line in range(group[0][0] * cell, (group[-1][0] + group[-1][1]) * cell, 64):
+                emit.fetch(b.add(ahead, b.add(emit.i64(line), b.mul(
+                    b.and_(slot, emit.i64(LANES - 1)), emit.i64(dim * cell)))))
+            weight = b.add(weights, b.mul(slot, emit.i64(4)))
+            for r in range(rows):
+                scalar = emit.load(emit.at(weight, 4 * r * TILE), F32)
+                for part, piece in enumerate(loaded):
+                    total = emit.fma(emit.spread(scalar, piece.type.count), piece, b.load(held_sums[r][part]))
+                    b.store(total, held_sums[r][part])
         for r in range(rows):
             for (o, _), slot_sum in zip(cuts, held_sums[r], strict=True):
                 emit.store(b.load(slot_sum), emit.at(sums, 4 * (r * dim + o)))

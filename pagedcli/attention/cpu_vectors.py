@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
@@ -266,3 +267,42 @@ def routine(module: ir.Module, name: str, arguments: list[ir.Type], result: ir.T
     else:
         emit.b.ret(value)
     return function
+
+
+@dataclass(frozen=True, slots=True)
+class ValueTile:
+    """Run-time values that say where a tile's values lie: block table (int32), address of the head's values in block 0,
+    bytes of a block, block size, position of the tile, addresses of chunks of values that will be read next."""
+
+    table: Any
+    base: Any
+    pitch: Any
+    size: Any
+    start: Any
+    coming: Any
+
+
+@contextmanager
+def value_runs(emit: Emit, tile: ValueTile, low: Any, high: Any, row_bytes: int) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """A loop over positions low .. high - 1 of a tile in runs that stay within a block and a chunk of LANES positions.
+
+    Yields (begin, stop, address of the value at begin, address to fetch ahead).
+    """
+    b = emit.b
+    here = cgutils.alloca_once_value(b, low)
+    with emit.while_less(here, high):
+        begin = b.load(here)
+        position = b.add(tile.start, begin)
+        block = b.udiv(position, tile.size)
+        edge = b.mul(block, tile.size)
+        stop = b.sub(b.add(edge, tile.size), tile.start)
+        stop = b.select(b.icmp_signed("<", stop, high), stop, high)
+        chunk = b.lshr(begin, emit.i64(4))
+        turn = b.shl(b.add(chunk, emit.i64(1)), emit.i64(4))
+        stop = b.select(b.icmp_signed("<", stop, turn), stop, turn)
+        ahead = emit.load(b.add(tile.coming, b.mul(chunk, emit.i64(8))), I64)
+        number = b.sext(emit.load(b.add(tile.table, b.mul(block, emit.i64(4))), I32), I64)
+        address = b.add(tile.base, b.add(b.mul(number, tile.pitch),
+                                         b.mul(b.sub(position, edge), emit.i64(row_bytes))))
+        yield begin, stop, address, ahead
+        b.store(stop, here)

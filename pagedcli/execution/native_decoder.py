@@ -41,7 +41,7 @@ def not_native(decoder: HFDecoder, backend: AttentionBackend) -> str | None:
         return "layers split among ranks"
     if config.hidden_size % 2 or config.intermediate_size % 2:
         return "odd widths"
-    if len(set(decoder.specs)) > 1 and len({(s.heads, s.kv_heads, s.value_dim) for s in decoder.specs}) > 1:
+    if len({(spec.heads, spec.kv_heads, spec.value_dim) for spec in decoder.specs}) > 1:
         return "layers of several shapes"
     return None
 

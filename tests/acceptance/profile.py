@@ -98,7 +98,8 @@ def full_only(plan: StepPlan) -> int:
 @contextmanager
 def watched(engine: Engine, ledger: Ledger, sizes: Sizes, file_under: Callable[[StepPlan], int]) -> Iterator[None]:
     """The engine's parts book their time while this is open. It leaves the shared decoder and class as they were."""
-    decoder: Any = engine.executor.decoder  # type: ignore[attr-defined]
+    executor: Any = engine.executor
+    decoder = executor.decoder
     execute, forward, run = engine.executor.execute, decoder.forward, Program.run
     inner = ledger.timed(FORWARD, forward)
     outer = ledger.timed(EXECUTE, execute)

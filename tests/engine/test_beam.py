@@ -139,10 +139,10 @@ def test_equal_to_transformers_with_an_end_that_occurs(kind, width):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize(("width", "penalty", "early"), GRID)
-def test_equal_to_transformers_on_every_prompt(kind, width, penalty, early):
-    for prompt in PROMPTS:
-        compare_ends(kind, prompt, width, penalty, early)
+@pytest.mark.parametrize("width", [2, 4, 6])
+def test_equal_to_transformers_on_every_prompt(kind, width):
+    ended = [compare_ends(kind, prompt, *point) for point in GRID if point[0] == width for prompt in PROMPTS]
+    assert sum(count > 0 for count in ended) >= 3 * len(PROMPTS)
 
 
 @cache
