@@ -70,7 +70,11 @@ def _bench(environment: Environment, setup: Setup, settings: dict[str, Any]) -> 
         backend.executor.close()
     print_results(results)
     _write(environment, results, folder, not settings.get("no_plots", False))
-    failed = any(run.figures["failed"] and not run.figures["stopped"] for run in results.runs)
+    # A run that was cut short is told, not failed, but one that measured nothing is.
+    empty = [run for run in results.runs if not run.figures["completed"]]
+    for run in empty:
+        environment.say(f"{run.policy} measured nothing: no request was done; raise --time-limit, or lower --rate")
+    failed = bool(empty) or any(run.figures["failed"] and not run.figures["stopped"] for run in results.runs)
     raise typer.Exit(ExitStatus.INTERRUPTED if interrupted else ExitStatus.ROW_ERRORS if failed else ExitStatus.OK)
 
 

@@ -40,6 +40,11 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_run_in_which_no_request_was_done_is_no_success(tmp_path: Path):
+    done = invoke("bench", *SIMULATED, "--rate", "1", "--time-limit", "0.001", "--results", str(tmp_path))
+    assert done.exit_code == 1 and "measured nothing" in done.output, done.output
+
+
 def test_every_system_in_one_session(tmp_path: Path):
     baselines = ("orca-oracle", "orca-pow2", "orca-max", "fastertransformer", "tgi")
     words = [word for name in baselines for word in ("--baseline", name)]
