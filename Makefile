@@ -46,7 +46,9 @@ clean:
 
 # -- measurements and long checks against real weights -----------------------------------------------------------------
 
+# All 216 cells on the real model's first two layers, then a cut of 14 (every pair of settings) on the whole model.
 same-bits: setup
+	$(RUN) -m tests.acceptance.same_bits --full --layers 2
 	$(RUN) -m tests.acceptance.same_bits
 
 greedy-equal: setup

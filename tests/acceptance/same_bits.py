@@ -1,23 +1,33 @@
 """The promise of the same bits, cell by cell: token ids and log-probabilities of a row whatever surrounds it.
 
-python -m tests.acceptance.same_bits [--full] [--prompts 200] [--dtypes fp32,bf16] [--model ...]
+python -m tests.acceptance.same_bits [--full] [--layers N] [--prompts 200] [--tokens 8] [--dtypes fp32,bf16]
 
 A cell is {alone, 8, 64, shuffled} x block {8, 16, 32} x prefix cache {off, cold, hot} x pool {roomy, recompute, swap} x
 {whole, chunked} prefill. Every cell must give the bits of the first. `--full` runs all 216 cells; without it a cut in
-which every pair of settings occurs.
+which every pair of settings occurs. `--layers N` keeps only the first N layers of the real model, so that all cells
+fit in minutes: the pool, the scheduler, the sampler and every kernel are the same, and so are the shapes.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import shutil
 import struct
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from pagedcli.core.config import ModelConfig
 from pagedcli.core.request import SamplingParams
 from pagedcli.core.sequence import SequenceGroup
+from pagedcli.execution.model_hub import resolve_model
 from tests.acceptance.kit import Bench, real_prompts, serve, shuffled
 
 BATCHES = ("alone", "8", "64", "shuffled")
@@ -25,7 +35,6 @@ BLOCKS = (8, 16, 32)
 CACHES = ("off", "cold", "hot")
 POOLS = ("roomy", "recompute", "swap")
 PREFILLS = ("whole", "chunked")
-MAX_PROMPT = 40
 
 
 @dataclass(frozen=True)
@@ -94,6 +103,29 @@ def run_cell(bench: Bench, cell: Cell, prompts: list[tuple[int, ...]], params: l
     return result, engine.counters.preempt_recompute + engine.counters.preempt_swap
 
 
+def first_layers(source: Path, count: int, target: Path) -> Path:
+    """`target`, made a model folder with the weights of the first `count` layers of the one in `source`."""
+    config = json.loads((source / "config.json").read_text())
+    if not 1 <= count <= config["num_hidden_layers"]:
+        raise SystemExit(f"--layers = {count}: must be between 1 and the model's {config['num_hidden_layers']}")
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "config.json").write_text(json.dumps({**config, "num_hidden_layers": count}))
+    for file in source.glob("tokenizer*"):
+        shutil.copy(file, target)
+
+    def kept(name: str) -> bool:
+        _, _, rest = name.partition(".layers.")
+        return not rest or int(rest.split(".")[0]) < count
+
+    weights = {}
+    for file in sorted(source.glob("*.safetensors")):
+        with safe_open(file, "pt") as held:
+            names = held.keys()
+            weights.update({name: held.get_tensor(name) for name in names if kept(name)})
+    save_file(weights, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
 def compare(cells: list[Cell], *, model: str, load_format: str, dtype: str, prompts: list[tuple[int, ...]],
             tokens: int, threads: int | None = None) -> Iterator[tuple[Cell, int, int, float]]:
     """(cell, rows whose bits differ from the first cell's, preemptions, seconds) for each cell."""
@@ -112,34 +144,47 @@ def compare(cells: list[Cell], *, model: str, load_format: str, dtype: str, prom
         bench.close()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--full", action="store_true")
-    parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=8)
-    parser.add_argument("--dtypes", default="fp32,bf16")
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--load-format", default="auto")
-    options = parser.parse_args()
+def run(options: argparse.Namespace, model: str) -> int:
+    """Print every cell of every number format; returns how many rows differed."""
     texts, origin = real_prompts(4 * options.prompts)
     cells = all_cells() if options.full else pairwise_cells()
+    named = options.model + (f" (its first {options.layers} layers)" if options.layers else "")
     bad = 0
     for dtype in options.dtypes.split(","):
         bench = Bench.open(dtype=dtype, blocks=64)
-        prompts = [ids[:MAX_PROMPT] for ids in bench.ids(texts)][:options.prompts]
+        prompts = [ids[:options.max_prompt] for ids in bench.ids(texts)][:options.prompts]
         bench.close()
-        worst, pressed = 0, 0
+        worst, pressed, start = 0, 0, time.perf_counter()
         for cell, differing, preemptions, seconds in compare(
-                cells, model=options.model, load_format=options.load_format, dtype=dtype, prompts=prompts,
+                cells, model=model, load_format=options.load_format, dtype=dtype, prompts=prompts,
                 tokens=options.tokens):
             worst += differing
             pressed += preemptions
             print(f"{dtype} {cell.batch:>8} block {cell.block:2} cache {cell.cache:4} {cell.pool:9} {cell.prefill:7} "
                   f"{differing} of {len(prompts)} rows differ, {preemptions} preemptions, {seconds:.1f} s", flush=True)
-        print(f"{dtype}: {len(cells)} cells x {len(prompts)} prompts ({origin}), {options.model}: {worst} rows differ, "
-              f"{pressed} preemptions", flush=True)
+        print(f"{dtype}: {len(cells)} cells x {len(prompts)} prompts ({origin}, at most {options.max_prompt} tokens, "
+              f"{options.tokens} out), {named}: {worst} rows differ, {pressed} preemptions, "
+              f"{time.perf_counter() - start:.0f} s", flush=True)
         bad += worst
-    raise SystemExit(bad > 0)
+    return bad
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--max-prompt", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--dtypes", default="fp32,bf16")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--layers", type=int, help="only the first so many layers of the model")
+    parser.add_argument("--load-format", default="auto")
+    options = parser.parse_args()
+    if not options.layers:
+        raise SystemExit(run(options, options.model) > 0)
+    with tempfile.TemporaryDirectory() as name:
+        source = resolve_model(ModelConfig(model=options.model)).weights_folder
+        raise SystemExit(run(options, str(first_layers(source, options.layers, Path(name) / "model"))) > 0)
 
 
 if __name__ == "__main__":
