@@ -1,6 +1,6 @@
 """The promise of the same bits, cell by cell: token ids and log-probabilities of a row whatever surrounds it.
 
-python -m tests.acceptance.same_bits [--full] [--layers N] [--prompts 200] [--tokens 8] [--dtypes fp32,bf16]
+python -m tests.acceptance.same_bits [--full] [--layers N] [--prompts 200] [--tokens 6] [--dtypes bf16,fp32]
 
 A cell is {alone, 8, 64, shuffled} x block {8, 16, 32} x prefix cache {off, cold, hot} x pool {roomy, recompute, swap} x
 {whole, chunked} prefill. Every cell must give the bits of the first. `--full` runs all 216 cells; without it a cut in
@@ -174,8 +174,8 @@ def main() -> None:
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--max-prompt", type=int, default=40)
-    parser.add_argument("--tokens", type=int, default=8)
-    parser.add_argument("--dtypes", default="fp32,bf16")
+    parser.add_argument("--tokens", type=int, default=6)
+    parser.add_argument("--dtypes", default="bf16,fp32")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--layers", type=int, help="only the first so many layers of the model")
     parser.add_argument("--load-format", default="auto")
