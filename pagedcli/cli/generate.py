@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,11 +17,12 @@ from pagedcli.cli.environment import Environment, environment_of
 from pagedcli.cli.fleet import FleetChoice, Ran, RayCommand, fleet_choice, serve_fleet
 from pagedcli.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, run_config, sampling_fields, with_options
 from pagedcli.cli.paths import Target, find_target, summary_path
+from pagedcli.cli.publish import publish
 from pagedcli.cli.ranks import leading_ranks
 from pagedcli.cli.render import progress_bar, summary_lines
 from pagedcli.cli.running import Stopwatch, stopping_on_signals
 from pagedcli.core.config import RunConfig
-from pagedcli.core.errors import ExitStatus, PagedError, UsageError
+from pagedcli.core.errors import ExitStatus, UsageError
 
 if TYPE_CHECKING:
     from pagedcli.generate.journal import Journal
@@ -105,6 +104,9 @@ def generate(
     any sampling field itself. A bad row gives an error row and the rest go on (exit status 1). Finished rows are kept
     in OUT.partial: a run that was stopped goes on where it was when the same command is given again.
 
+    A row comes out in the shape it went in: an OpenAI request as OpenAI's response row, every other row with the lists
+    and numbers of this tool (outputs, usage, error).
+
     max_tokens that nobody sets is 256, cut to what the model and the KV pool allow; one that is set and cannot fit
     gives an error row. Prompt plus max_tokens may not exceed the model's limit.
 
@@ -158,7 +160,7 @@ def _serve(environment: Environment, plan: Plan, source: InputRows, scan: Scan, 
     from pagedcli.generate.summary import summarise
 
     if journal.complete:
-        _publish(environment, plan.target, journal)
+        publish(environment, plan.target, journal)
         watch.lap("order")
         return _nothing_run(plan, journal, watch)
     if plan.fleet is not None:
@@ -167,7 +169,7 @@ def _serve(environment: Environment, plan: Plan, source: InputRows, scan: Scan, 
     else:
         ran = _serve_one(environment, plan, source, scan, journal, defaults, watch)
     watch.lap("generate")
-    _publish(environment, plan.target, journal)
+    publish(environment, plan.target, journal)
     watch.lap("order")
     info, limits = ran.info, ran.limits
     signature = {"version": __version__, "model": info.model, "policy": plan.config.policy, "seed": plan.config.seed,
@@ -220,51 +222,6 @@ def _nothing_run(plan: Plan, journal: Journal, watch: Stopwatch) -> Summary:
     return Summary(rows=journal.rows, good=journal.rows - journal.failed, failed=journal.failed,
                    resumed=journal.resumed, seconds=watch.seconds({}), signature=signature,
                    peak_memory_bytes=_peak_memory(), notes=(f"{why}; nothing was generated",))
-
-
-def _publish(environment: Environment, target: Target, journal: Journal) -> None:
-    if target.url is not None:
-        _upload(target.url, journal)
-    elif target.path is None:
-        try:
-            journal.stream(environment.stdout)
-        except BaseException:
-            _discard_stdout()
-            raise
-    elif target.stream:
-        stream = target.path.open("wb")
-        try:
-            journal.stream(stream)
-        finally:
-            with suppress(OSError):  # a device that refused the rows refuses them again on closing
-                stream.close()
-    else:
-        journal.publish(target.path)
-
-
-def _upload(url: str, journal: Journal) -> None:
-    """Write the rows to a store. The journal goes only once the store has taken and closed the file."""
-    from pagedcli.generate.remote import open_url, write_failed
-
-    try:
-        with open_url(url, "wb") as stream:
-            for piece in journal.ordered():
-                stream.write(piece)
-    except PagedError:
-        raise
-    except Exception as fault:  # each kind of store has errors of its own
-        raise write_failed(url, fault) from fault
-    journal.remove()
-
-
-def _discard_stdout() -> None:
-    """Keep the interpreter from complaining about a closed pipe a second time when it exits."""
-    try:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)
-    except (OSError, ValueError):
-        return
 
 
 @contextmanager

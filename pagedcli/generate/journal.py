@@ -10,19 +10,19 @@ with what follows it.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pagedcli.core.errors import CannotRunError, UsageError
+from pagedcli.core.errors import CannotRunError
 from pagedcli.generate.encoding import Line
+from pagedcli.generate.journal_file import DiskFaults, open_locked, sync_folder, write_all
 from pagedcli.generate.journal_header import (
     FORMAT,
     Settings,
@@ -38,6 +38,7 @@ _CHUNK = 1 << 20
 _HEAD = re.compile(rb'\{"index": (\d+), "ok": (true|false), "row": ')
 _TAIL = re.compile(rb', "crc": "([0-9a-f]{8})"\}\n')
 _TAIL_BYTES = len(b', "crc": "01234567"}\n')
+
 
 class Journal:
     """An open journal of `rows` rows. Holds 16 bytes a row, never the rows themselves.
@@ -60,7 +61,7 @@ class Journal:
         self._pending: list[bytes] = []
         self._synced = time.monotonic()
         self._ours = False  # until the file is known to be a journal of this run, closing must not touch it
-        self._fd = _open_locked(path)
+        self._fd = open_locked(path)
         try:
             self._end = self._load(json.loads(json.dumps(settings)), restart)
         except BaseException:
@@ -110,7 +111,7 @@ class Journal:
         data = b"".join(self._pending)
         self._pending.clear()
         with self._disk():
-            _write_all(self._fd, data)
+            write_all(self._fd, data)
             if time.monotonic() - self._synced > SYNC_SECONDS:
                 os.fsync(self._fd)
                 self._synced = time.monotonic()
@@ -142,14 +143,14 @@ class Journal:
         with self._disk(), draft.open("wb", buffering=0) as target:
             try:
                 for piece in self.ordered():
-                    _write_all(target.fileno(), piece)
+                    write_all(target.fileno(), piece)
                 os.fsync(target.fileno())
             except BaseException:
                 draft.unlink(missing_ok=True)
                 raise
         with self._disk():
             os.replace(draft, output)
-            _sync_folder(output.parent)
+            sync_folder(output.parent)
             self.remove()
 
     def stream(self, target: BinaryIO) -> None:
@@ -179,7 +180,7 @@ class Journal:
             if self._ours and self.rows and not self.finished:
                 self.remove()
             elif self._pending:
-                _write_all(self._fd, b"".join(self._pending))
+                write_all(self._fd, b"".join(self._pending))
         except OSError:
             pass  # the failure that brought us here has been reported; those rows will be generated again
         finally:
@@ -204,7 +205,7 @@ class Journal:
             os.lseek(self._fd, end, os.SEEK_SET)
             if end == 0:
                 head = json.dumps({"pagedcli_journal": FORMAT, **settings}).encode() + b"\n"
-                _write_all(self._fd, head)
+                write_all(self._fd, head)
                 end = len(head)
         self.resumed = self.finished
         return end
@@ -233,29 +234,8 @@ class Journal:
         if not ok and (self.first_failed is None or index < self.first_failed):
             self.first_failed = index
 
-    def _disk(self) -> _DiskFaults:
-        return _DiskFaults(self.path, lambda: self.finished)
-
-
-class _DiskFaults:
-    """Turns a refusal of the disk into one message that says what is kept and how to go on."""
-
-    def __init__(self, path: Path, finished: Callable[[], int]) -> None:
-        self.path = path
-        self.finished = finished
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, fault: BaseException | None, trace: object) -> None:
-        if not isinstance(fault, OSError):
-            return
-        full = fault.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = "the disk is full" if full else f"the disk refused: {fault.strerror}"
-        way = "make room" if full else "mend that"
-        raise CannotRunError(f"{what} while writing beside {self.path}; the rows finished so far (up to "
-                             f"{self.finished()}) are kept there: {way} and run the same command again",
-                             "no_space" if full else "disk_error") from fault
+    def _disk(self) -> DiskFaults:
+        return DiskFaults(self.path, lambda: self.finished)
 
 
 def _checked_length(stream: BinaryIO, part: bytes) -> int | None:
@@ -274,37 +254,3 @@ def _checked_length(stream: BinaryIO, part: bytes) -> int | None:
     if tail is None or zlib.crc32(part[:keep], crc) != int(tail[1], 16):
         return None
     return length + keep
-
-
-def _open_locked(path: Path) -> int:
-    while True:
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as fault:
-            raise UsageError(f"cannot write {path}: {fault.strerror}; choose another --output",
-                             "unwritable_output") from fault
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
-                return fd
-            os.close(fd)  # the run that held the lock ended between our open and lock, and removed the file
-        except OSError as fault:
-            os.close(fd)
-            if fault.errno in (errno.EAGAIN, errno.EACCES):
-                raise UsageError(f"another run is writing {path}: wait for it, or choose another --output",
-                                 "journal_in_use") from fault
-            raise CannotRunError(f"cannot lock {path}: {fault.strerror}", "disk_error") from fault
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view):]
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
