@@ -44,8 +44,8 @@ BENCH_OPTIONS: tuple[Option, ...] = (
     Option("find_capacity", bool, "Find the highest rate under each --latency-limit, starting from --rate.", LOAD),
     Option("latency_limit", str, "Normalized latency limits of the capacity, s/token.", LOAD, "0.5,1"),
     Option("stop_latency", float, "End a run that is certain to exceed this normalized latency (s/token).", LOAD),
-    Option("time_limit", float, "End a run that lasts longer (s) and say what was left; its latency is not compared.",
-           LOAD),
+    Option("time_limit", float, "End each run so many seconds after requests begin to arrive (loading and warm-up do "
+           "not count) and say what was left; its latency is not compared.", LOAD),
     Option("simulate", str, "Simulate this hardware instead of running the model (a name or a .toml file).", LOAD,
            metavar="HARDWARE"),
     Option("static_batch", int, "Batch of fastertransformer. Default: what fits.", LOAD),
@@ -93,10 +93,12 @@ def read_setup(settings: Mapping[str, Any]) -> Setup:
     from pagedcli.bench.metrics import Goodput, Window
     from pagedcli.bench.session import Experiment
 
-    policies = [settings.get("policy", "paged"), *settings.get("baseline", [])]
-    for policy in policies:
+    named = [("--policy", settings.get("policy", "paged")),
+             *(("--baseline", name) for name in settings.get("baseline", []))]
+    for option, policy in named:
         if policy not in POLICIES:
-            raise UsageError(f"--policy or --baseline = {policy!r}: must be one of {', '.join(POLICIES)}")
+            raise UsageError(f"{option} = {policy!r}: must be one of {', '.join(POLICIES)}")
+    policies = [policy for _, policy in named]
     rates = read_rates(settings.get("rate", f"{DEFAULT_RATE:g}"))
     numbers = [rate for rate in rates if rate is not None and math.isfinite(rate)]
     if settings.get("find_capacity") and not numbers:

@@ -18,6 +18,9 @@ from pagedcli.execution.model_hub import ModelSource
 Message = Mapping[str, Any]
 TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "tokenizer_config.json")
 """Any of these means that a folder has a tokenizer, of an older layout than tokenizer.json."""
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Roles of OpenAI's chat format (platform.openai.com/docs/api-reference/chat). Many templates write any role they are
+given, so a misspelt one would reach the model as a mark it has never seen."""
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -69,7 +72,8 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
         """Ids of a conversation, ending where the assistant's answer begins.
 
-        RequestError `no_chat_template` when the model has none, `invalid_messages` when the template refuses them.
+        RequestError `no_chat_template` when the model has none, `unknown_role` for a role that neither OpenAI's format
+        nor the template names, `invalid_messages` when the template refuses them.
         """
         return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt),
                            add_special_tokens=False)
@@ -78,6 +82,7 @@ class Tokenizer:
         """The conversation as the text that the model was trained on."""
         if self.chat_template is None:
             raise RequestError("no_chat_template", "the model has no chat template, so it takes prompts, not messages")
+        self._check_roles(messages, self.chat_template)
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -91,6 +96,14 @@ class Tokenizer:
                                f"the model's chat template refused the messages: {fault}") from fault
         texts = rendered[0] if isinstance(rendered, tuple) else rendered  # (texts, spans) in transformers 4 and 5
         return str(texts[0])
+
+    @staticmethod
+    def _check_roles(messages: Sequence[Message], template: str) -> None:
+        for place, message in enumerate(messages):
+            role = str(message.get("role"))
+            if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+                raise RequestError("unknown_role", f"messages[{place}].role is {role[:40]!r}: must be one of "
+                                   f"{', '.join(ROLES)}; the model's chat template names no such role")
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; ids the tokenizer does not know give nothing."""

@@ -125,7 +125,9 @@ def test_too_few_requests_show_no_capacity(tmp_path: Path):
 
 
 @pytest.mark.parametrize("words, says", [
-    (("--rate", "0"), "--rate"), (("--rate", "fast"), "--rate"), (("--policy", "magic"), "magic"),
+    (("--rate", "0"), "--rate"), (("--rate", "fast"), "--rate"),
+    (("--policy", "magic"), "pagedcli: --policy = 'magic': must be one of"),
+    (("--baseline", "nonsense"), "pagedcli: --baseline = 'nonsense': must be one of"),
     (("--baseline", "paged"), "once"), (("--goodput", "speed:1"), "ttft:MS"), (("--steps-between", "9:3"), "9:3"),
     (("--rate", "inf", "--find-capacity"), "--find-capacity"), (("--name", "a/b"), "--name"),
     (("--workload", "nonsense"), "nonsense")])

@@ -76,6 +76,22 @@ def test_chat_faults_belong_to_the_request(tmp_path: Path) -> None:
         strict.encode_chat([{"role": "user", "content": "x"}])
 
 
+def test_roles_are_openai_s_or_the_template_s_own(tmp_path: Path) -> None:
+    """This template writes any role it is given, so that a misspelt one would pass for a turn of its own."""
+    ours = tokenizer(make_folder(tmp_path / "any"))
+    for role in ("system", "developer", "user", "assistant", "tool", "function"):
+        assert f"<s>{role}: x</s>" in ours.render_chat([{"role": role, "content": "x"}])
+    with pytest.raises(RequestError) as fault:
+        ours.encode_chat([{"role": "user", "content": "x"}, {"role": "asistant", "content": "y"}])
+    assert fault.value.code == "unknown_role"
+    assert fault.value.message == ("messages[1].role is 'asistant': must be one of system, developer, user, assistant, "
+                                   "tool, function; the model's chat template names no such role")
+    knows = tokenizer(make_folder(tmp_path / "own", TEMPLATE + "{% if messages[0].role == 'ipython' %}!{% endif %}"))
+    assert knows.render_chat([{"role": "ipython", "content": "x"}]).endswith("!")
+    with pytest.raises(RequestError, match=r"messages\[0\].role is 'model'"):
+        knows.encode_chat([{"role": "model", "content": "x"}])
+
+
 def test_half_a_surrogate_pair_is_the_requests_fault(tmp_path: Path) -> None:
     with pytest.raises(RequestError) as fault:
         tokenizer(make_folder(tmp_path)).encode("a\ud83d")
