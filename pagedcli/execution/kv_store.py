@@ -41,9 +41,7 @@ def free_memory(device: torch.device) -> int:
     """Bytes free for this process: on a CPU the least of the machine's and of the control group's."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    import psutil
-
-    free = int(psutil.virtual_memory().available)
+    free = _available_memory()
     group = Path("/sys/fs/cgroup")
     for limit_file, used_file in (("memory.max", "memory.current"),
                                   ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
@@ -53,6 +51,17 @@ def free_memory(device: torch.device) -> int:
         except (OSError, ValueError):
             continue
     return free
+
+
+def _available_memory() -> int:
+    """Bytes that the machine can give without swapping: by the kernel's own account where there is one."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        import psutil
+
+        return int(psutil.virtual_memory().available)
+    return next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemAvailable:"))
 
 
 @dataclass(frozen=True, slots=True)

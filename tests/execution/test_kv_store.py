@@ -31,6 +31,12 @@ def test_bytes_are_turned_into_whole_blocks() -> None:
     assert f"{3 * BLOCK * 4 + 11:,} bytes, as given" in size.note
 
 
+def test_available_memory_is_what_psutil_says() -> None:
+    import psutil
+
+    assert kv_store._available_memory() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+
+
 def test_without_a_size_a_share_of_free_memory_is_taken_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_store, "free_memory", lambda device: 1_000_000)
     size = size_pool(LAYOUT, torch.float32, CacheConfig(), CPU, 64)

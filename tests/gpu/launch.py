@@ -44,4 +44,4 @@ class GpuLaunch:
         self._cupy.cuda.get_current_stream().synchronize()
         for key, array in host.items():
             if array.flags.writeable:
-                array.view(np.uint8).reshape(-1)[:] = device[key].get()
+                device[key].get(out=array.view(np.uint8).reshape(-1))

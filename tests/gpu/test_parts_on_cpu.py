@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +17,7 @@ from tests.emulator.backend import EmulatedLauncher
 from tests.emulator.cases import Kernels
 from tests.emulator.emulator import compiler
 from tests.execution.test_cuda_store import LateStream
-from tests.gpu import check
+from tests.gpu import check, parts
 from tests.gpu.moves import random_moves
 
 SMALL = LayerSpec(4, 2, 32, 32, 0.1)
@@ -35,7 +39,7 @@ def test_moves_notice_a_copy_that_is_not_waited_for() -> None:
 
 
 def test_engine_part_compares_runs_and_wants_swaps() -> None:
-    found = check.engine((("cpu", "reference", check.ROOMY), ("cpu", "cpu", check.TIGHT)))
+    found = parts.engine((("cpu", "reference", parts.ROOMY), ("cpu", "cpu", parts.TIGHT)))
     assert found["ok"], found
     assert (found["prompts"], found["equal"]) == (12, 12)
     assert found["runs"][0]["swaps"] == 0 and found["runs"][1]["swaps"] > 0
@@ -48,3 +52,57 @@ def test_without_a_gpu_the_check_says_so_and_passes(capsys: pytest.CaptureFixtur
     monkeypatch.setattr(sys, "argv", ["check"])
     assert check.main() == 0
     assert "gpu-check skipped: torch sees no CUDA device" in capsys.readouterr().out
+
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a CUDA device here")
+
+
+@no_gpu
+def test_parts_that_fail_or_hang_cost_only_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a GPU each part fails in its own process, one way or another, and the file tells of all of them."""
+    for module in (check, parts):
+        monkeypatch.setattr(module, "ROOT", tmp_path)   # holds no tests.gpu.check: the process ends at once
+    monkeypatch.setattr(check, "LEAST", 0.0)
+    assert check.run_all(["streams", "graphs"], "here") == 1
+    record = json.loads((tmp_path / "results" / "gpu" / "here.json").read_text())
+    assert list(record["parts"]) == ["environment", "streams", "graphs"]
+    assert record["parts"]["graphs"]["fault"] == "its process ended with status 1"
+    assert "No module named" in record["parts"]["graphs"]["said"]
+    assert "gpu-check: FAILED environment, streams, graphs in" in capsys.readouterr().out
+    assert check.run_all(["streams"], "here", seconds=-1.0) == 1
+    record = json.loads((tmp_path / "results" / "gpu" / "here.json").read_text())
+    assert record["parts"]["streams"]["fault"].startswith("not run: the -1 s")
+
+
+@no_gpu
+def test_a_part_s_own_fault_is_told_and_one_that_takes_too_long_is_stopped() -> None:
+    found = check.run_part("streams", 100.0)
+    assert not found["ok"] and found["fault"].startswith("Traceback") and "in streams" in found["fault"]
+    stopped = check.run_part("streams", 0.3)
+    assert stopped["fault"] == "stopped after 0 s"
+
+
+def test_the_check_runs_from_a_checkout_that_is_not_installed() -> None:
+    """-I -S: neither the installation nor anything else but the standard library, so only what needs no more."""
+    root = Path(check.__file__).parents[2]
+    code = (f"import sys; sys.path.insert(0, {str(root)!r}); from tests.gpu.checkout import use_checkout; "
+            "use_checkout(); import pagedcli.cuda; print(pagedcli.cuda.__file__)")
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == str(root / "cuda" / "__init__.py"), done.stderr
+
+
+ALLOWED = {"torch", "cupy", "numpy", "numba", "transformers", "typer", "rich", "pandas", "pagedcli", "tests"}
+
+
+def test_the_check_imports_only_what_it_says_it_needs() -> None:
+    here = Path(check.__file__).parent
+    files = [here / f"{name}.py" for name in ("check", "checkout", "compile", "launch", "moves", "parts", "speed")]
+    files += [here.parent / "emulator" / f"{name}.py"
+              for name in ("cases", "emulator", "faults", "numbers", "problems")]
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else (
+                [node.module or ""] if isinstance(node, ast.ImportFrom) else [])
+            for name in (name.split(".")[0] for name in names):
+                assert name in ALLOWED or name in sys.stdlib_module_names, (file.name, name)
