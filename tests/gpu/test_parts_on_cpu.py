@@ -6,18 +6,20 @@ import ast
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from pagedcli.attention.cuda import CudaBackend
+from pagedcli.attention.cuda_shapes import AttentionShape
 from pagedcli.attention.interface import LayerSpec
 from tests.emulator.backend import EmulatedLauncher
 from tests.emulator.cases import Kernels
 from tests.emulator.emulator import compiler
 from tests.execution.test_cuda_store import LateStream
-from tests.gpu import check, parts
+from tests.gpu import cache_speed, check, parts
 from tests.gpu.moves import random_moves
 
 SMALL = LayerSpec(4, 2, 32, 32, 0.1)
@@ -36,6 +38,23 @@ def test_moves_notice_a_copy_that_is_not_waited_for() -> None:
     backend = CudaBackend(EmulatedLauncher(Kernels(per_module=1)))
     backend.copy_blocks = lambda pairs: None  # type: ignore[method-assign]  # only swaps matter here
     assert random_moves(60, "cpu", Hasty(), backend, SMALL)["different"] > 0
+
+
+@pytest.mark.skipif(compiler() is None, reason="the CUDA emulator needs g++, which is not installed")
+def test_rates_of_moves_are_of_bytes_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_speed, "TOKENS", (5,))
+    calls = []
+
+    def seconds(call: Callable[[], object]) -> float:
+        calls.append(call())
+        return 0.25
+
+    shape = AttentionShape("fp16", "fp16", 2, 2, 32, 16, 0.1)
+    written, copied = cache_speed.cache_table(1e6, EmulatedLauncher(Kernels(per_module=1)), shape, 4, seconds)
+    assert len(calls) == 2
+    assert (written["kernel"], written["bytes"]) == ("reshape_and_cache", 5 * 2 * 32 * 2 * 2 * 2)
+    assert (copied["kernel"], copied["bytes"]) == ("copy_blocks", 2 * (4 * 2 * 2 * 16 * 32 * 2) * 2)
+    assert copied["share_of_copy"] == round(copied["bytes"] / 0.25 / 1e6, 3)
 
 
 def test_engine_part_compares_runs_and_wants_swaps() -> None:
@@ -97,7 +116,8 @@ ALLOWED = {"torch", "cupy", "numpy", "numba", "transformers", "typer", "rich", "
 
 def test_the_check_imports_only_what_it_says_it_needs() -> None:
     here = Path(check.__file__).parent
-    files = [here / f"{name}.py" for name in ("check", "checkout", "compile", "launch", "moves", "parts", "speed")]
+    files = [here / f"{name}.py" for name in ("cache_speed", "check", "checkout", "compile", "launch", "moves", "parts",
+                                               "speed")]
     files += [here.parent / "emulator" / f"{name}.py"
               for name in ("cases", "emulator", "faults", "numbers", "problems")]
     for file in files:
