@@ -93,7 +93,7 @@ def main() -> None:
         shares = ", ".join(f"{name} {100 * part / spent:.1f} %" for name, part in parts.items())
         print(f"pagedcli      {spent:7.2f} s  {generated / spent:7.1f} output tokens/s  ({shares})", flush=True)
     print(f"peak memory so far {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB", flush=True)
-    folder = resolve_model(ModelConfig()).folder
+    folder = resolve_model(ModelConfig()).weights_folder
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=TORCH_DTYPES[options.dtype]).eval()
     model.generation_config.eos_token_id = None
     other = []

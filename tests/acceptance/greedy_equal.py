@@ -18,7 +18,8 @@ from tests.acceptance.kit import Bench, real_prompts, serve
 
 def reference(prompts: list[tuple[int, ...]], tokens: int) -> list[list[int]]:
     """transformers' greedy continuation of each prompt alone."""
-    model = AutoModelForCausalLM.from_pretrained(resolve_model(ModelConfig()).folder, dtype=torch.float32).eval()
+    folder = resolve_model(ModelConfig()).weights_folder
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     outputs = []
     for prompt in prompts:
         ids = torch.tensor([prompt])

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 from pagedcli.core.config import CacheConfig, ModelConfig, RunConfig, SchedulerConfig
 from pagedcli.core.request import Request, SamplingParams
@@ -47,7 +47,8 @@ class Bench:
     def open(cls, *, model: str = "smollm2-135m", dtype: str = "fp32", blocks: int = 4000, block_size: int = 16,
              threads: int | None = None, load_format: str = "auto", swap: int = 1 << 30) -> Bench:
         config = RunConfig(
-            model=ModelConfig(model=model, dtype=dtype, device="cpu", threads=threads, load_format=load_format),
+            model=ModelConfig(model=model, dtype=cast(Literal["fp32", "bf16", "fp16"], dtype), device="cpu",
+                              threads=threads, load_format=cast(Literal["auto", "dummy"], load_format)),
             cache=CacheConfig(num_blocks=blocks, block_size=block_size, swap_space=swap))
         executor, tokenizer = load(config)
         return cls(config, executor, tokenizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,9 +31,9 @@ class Ledger:
         self._clock = clock
         self._open: list[str] = []
         self._since = 0.0
-        self.step: Counter[str] = Counter()
-        self.seconds: Counter[tuple[str, int]] = Counter()
-        self.counts: Counter[tuple[str, int]] = Counter()
+        self.step: defaultdict[str, float] = defaultdict(float)
+        self.seconds: defaultdict[tuple[str, int], float] = defaultdict(float)
+        self.counts: defaultdict[tuple[str, int], float] = defaultdict(float)
 
     def enter(self, kind: str) -> None:
         self._book()

@@ -98,9 +98,10 @@ def full_only(plan: StepPlan) -> int:
 @contextmanager
 def watched(engine: Engine, ledger: Ledger, sizes: Sizes, file_under: Callable[[StepPlan], int]) -> Iterator[None]:
     """The engine's parts book their time while this is open. It leaves the shared decoder and class as they were."""
-    executor: Any = engine.executor
-    decoder = executor.decoder
-    execute, forward, run = engine.executor.execute, decoder.forward, Program.run
+    own: Any = engine   # untyped, since its methods are replaced
+    program: Any = Program
+    decoder = own.executor.decoder
+    execute, forward, run = own.executor.execute, decoder.forward, program.run
     inner = ledger.timed(FORWARD, forward)
     outer = ledger.timed(EXECUTE, execute)
     plan_of_step = StepPlan()
@@ -130,22 +131,22 @@ def watched(engine: Engine, ledger: Ledger, sizes: Sizes, file_under: Callable[[
         ledger.close(file_under(plan_of_step), sizes.counts(plan_of_step))
         return done
 
-    engine.scheduler.plan = ledger.timed("scheduling", engine.scheduler.plan)
-    engine.scheduler.commit = ledger.timed("scheduling", engine.scheduler.commit)
-    engine.sampler.choose = ledger.timed("sampling", engine.sampler.choose)
-    text = engine.lifecycle.text
+    own.scheduler.plan = ledger.timed("scheduling", own.scheduler.plan)
+    own.scheduler.commit = ledger.timed("scheduling", own.scheduler.commit)
+    own.sampler.choose = ledger.timed("sampling", own.sampler.choose)
+    text = own.lifecycle.text
     if text is not None:
         text.start, text.advance, text.finish = (
             ledger.timed("detokenising", part) for part in (text.start, text.advance, text.finish))
-    engine.add, engine.step = ledger.timed("admission", engine.add), whole_step
-    engine.executor.execute, decoder.forward = execute_split, forward_split
-    Program.run = ledger.timed("program", run)
+    own.add, own.step = ledger.timed("admission", own.add), whole_step
+    own.executor.execute, decoder.forward = execute_split, forward_split
+    program.run = ledger.timed("program", run)
     try:
         yield
     finally:
-        Program.run = run
+        program.run = run
         decoder.forward = forward
-        engine.executor.execute = execute
+        own.executor.execute = execute
 
 
 def run_rows(bench: Bench, sizes: Sizes, rows: list[tuple[tuple[int, ...], int]], temperature: float = 0,

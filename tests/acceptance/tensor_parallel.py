@@ -13,7 +13,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pagedcli.core.config import CacheConfig, ModelConfig, RunConfig, SchedulerConfig
 from pagedcli.core.request import SamplingParams
@@ -41,11 +41,11 @@ def folder_of(name: str, folder: Path) -> str:
 
 
 def run(config: RunConfig, executor: Any, tokenizer: Any, prompts: list[tuple[int, ...]], tokens: int,
-        preemption: str) -> tuple[list[list[int]], Any]:
+        preemption: Literal["recompute", "swap"]) -> tuple[list[list[int]], Any]:
     scheduler = SchedulerConfig(max_num_seqs=24, max_num_batched_tokens=128, preemption=preemption)
     engine = build_engine(replace(config, scheduler=scheduler), executor=executor, tokenizer=tokenizer)
-    params = [SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True,
-                             **({"use_beam_search": True, "beam_width": 3} if index % 3 == 0 else {}))
+    greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    params = [replace(greedy, use_beam_search=True, beam_width=3) if index % 3 == 0 else greedy
               for index in range(len(prompts))]
     groups, _ = serve(engine, prompts, params)
     return [seq.output_ids for group in groups for seq in group.done], engine.counters
@@ -78,14 +78,16 @@ def check(label: str, model: str, texts: list[str], options: argparse.Namespace)
         config = replace(base, model=replace(base.model, tensor_parallel_size=size))
         start = time.perf_counter()
         try:
-            executor, tokenizer = load(config)
+            parts: tuple[Any, Any] = load(config)
         except Exception as fault:
             print(f"{label:<14} {size:>5} refused: {fault}", flush=True)
             continue
+        executor, tokenizer = parts
         loaded = time.perf_counter()
         prompts = ids(tokenizer, texts, options.prompts, executor.limits.vocab_size)
         found, totals = [], []
-        for preemption in ("recompute", "swap"):
+        ways: tuple[Literal["recompute", "swap"], ...] = ("recompute", "swap")
+        for preemption in ways:
             tokens, counters = run(config, executor, tokenizer, prompts, options.tokens, preemption)
             found += tokens
             totals.append(counters)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,7 @@ typer.main.get_command(app).main(obj=Environment(build_engine=build))
 def rows(count: int, beginnings: tuple[str, ...] = ("",)) -> bytes:
     """Prompts with lengths of their own and now and then a bad row; each starts with one of `beginnings`."""
     dice = random.Random(5)
-    made = []
+    made: list[dict[str, Any]] = []
     for index in range(count):
         if index % 41 == 7:
             made.append({"prompt": "", "id": f"bad-{index}"})
@@ -137,7 +138,7 @@ def test_a_closed_pipe_gives_one_message(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["in.jsonl"]
 
 
-def summary_of(tmp_path: Path, count: int) -> dict[str, float]:
+def summary_of(tmp_path: Path, count: int) -> dict[str, Any]:
     with (tmp_path / "in.jsonl").open("w") as stream:
         for index in range(count):
             stream.write(f'{{"prompt": "What is {index} and {index * 7 % 1000}?", "id": "row-{index}"}}\n')
