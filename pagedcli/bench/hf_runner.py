@@ -34,8 +34,9 @@ def load_module(model: ModelConfig, progress: Callable[[str], None] | None = Non
 
     Raises CannotRunError or UsageError as the executor's loader does.
     """
-    from pagedcli.execution.hf_model import load_config, load_decoder, pick_device, pick_dtype
+    from pagedcli.execution.hf_model import load_config, load_decoder
     from pagedcli.execution.model_hub import resolve_model
+    from pagedcli.execution.placement import pick_device, pick_dtype
 
     source, device = resolve_model(model, progress), pick_device(model.device)
     config = load_config(source, trust_remote_code=model.trust_remote_code)

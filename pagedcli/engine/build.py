@@ -115,8 +115,8 @@ def _load_model(config: RunConfig, progress: Say | None) -> tuple[Executor, Any]
 
     source = resolve_model(config.model, progress)  # first, so that a wrong name is told without waiting for torch
     resolved = time.perf_counter()
+    from pagedcli.execution.loading import load_executor
     from pagedcli.execution.tokenizer import load_tokenizer
-    from pagedcli.execution.torch_executor import load_executor
 
     imported = time.perf_counter()
     tokenizer = load_tokenizer(source, trust_remote_code=config.model.trust_remote_code)

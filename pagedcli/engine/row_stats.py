@@ -49,6 +49,14 @@ class RowStats:
     def row(self, place: int) -> np.ndarray:
         return self.values[self.index[place]]
 
+    def logprobs(self, tokens: Items[Items[int]]) -> list[float]:
+        """Log-probabilities (see logprobs.token_logprob) of some tokens of each row, row after row."""
+        places = np.repeat(np.arange(len(tokens)), [len(item) for item in tokens])
+        flat = np.fromiter((token for item in tokens for token in item), np.int64, len(places))
+        logits = self.values[self.index[places], flat].astype(np.float64)
+        found: list[float] = (logits - self.log_sum[places]).astype(np.float32).tolist()
+        return found
+
     def refuse_bad(self, owners: Items[Sequence], when: str) -> None:
         """Raises CannotRunError for the first row that no token can be drawn from."""
         for place in np.flatnonzero(self.status).tolist():

@@ -142,25 +142,26 @@ class TorchSampler(Sampler):
         for source, stats, places in ((raw, raw, [p for p in range(len(rows)) if p not in where]),
                                       (altered, altered, changed)):
             jobs: list[tuple[int, int, int]] = []  # (place among all rows, place in stats, sample)
+            best = stats.best.tolist()
             for place in places:
                 seq, at = owners[place], where.get(place, place)
                 if seq.group.params.greedy:
-                    drawn[place] = [int(stats.best[at])]
+                    drawn[place] = [best[at]]
                 else:
                     jobs += [(place, at, sample) for sample in _samples(seq)]
             if jobs:
                 self._draw(source, jobs, owners, drawn)
+        picked = [drawn[place] for place in range(len(rows))]
+        scored = iter(raw.logprobs(picked))
         for place, seq in enumerate(owners):
-            tokens = drawn[place]
-            count = len(tokens)
-            wanted = seq.group.params.logprobs
-            log_sum, row = float(raw.log_sum[place]), raw.row(place)
+            wanted, many = seq.group.params.logprobs, len(picked[place]) > 1
             choices[seq.id] = [
                 TokenChoice(
-                    seq.id, token, token_logprob(row[token], log_sum),
-                    None if wanted is None else top_logprobs(row, raw.peaks[place], log_sum, wanted, token),
-                    sample if count > 1 else None)
-                for sample, token in enumerate(tokens)]
+                    seq.id, token, next(scored),
+                    None if wanted is None else top_logprobs(raw.row(place), raw.peaks[place],
+                                                             float(raw.log_sum[place]), wanted, token),
+                    sample if many else None)
+                for sample, token in enumerate(picked[place])]
 
     def _altered(self, values: np.ndarray, rows: list[int], owners: list[Sequence]) -> RowStats:
         """Processed copies of some rows, with their statistics."""

@@ -251,4 +251,8 @@ class IterationScheduler(Scheduler):
 
 def decoding(group: SequenceGroup) -> bool:
     """Whether every live sequence has just its last token to compute, with something generated before."""
-    return all(seq.remaining == 1 and seq.output_len > 0 for seq in group.live)
+    for seq in group.live:  # the properties written out: this is asked of every sequence in every step
+        length = len(seq.tokens)
+        if length - seq.computed != 1 or length == seq.prompt_len:
+            return False
+    return True

@@ -29,5 +29,5 @@ class Decoder(Protocol):
         """Use this backend (already bound and, before each forward, prepared) from now on."""
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """ids, positions: int64 [T]; rows: int64 [R] indices into T -> logits [R, vocab_size] of the model's dtype, to
-        be used before the next call."""
+        """ids, positions: int64 [T]; rows: int64 [R] indices into T -> logits [R, vocab_size] of the model's dtype or
+        float32, to be used before the next call."""

@@ -9,14 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pagedcli.attention.interface import AttentionBackend, LayerSpec
 from pagedcli.execution.flat_batch import ROW_TILE
-from pagedcli.execution.hf_model import HFDecoder
-from pagedcli.execution.row_team import ELEMENTS, RowTeam
+from pagedcli.execution.row_team import ELEMENTS, RowTeam, rotary_table
+
+if TYPE_CHECKING:
+    from pagedcli.execution.hf_model import HFDecoder
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types whose layers are just norm, QKV (with biases or head norms or neither), rotary, attention, output, norm
@@ -85,13 +87,14 @@ class FusedDecoder:
 
     def __init__(self, source: HFDecoder, max_positions: int) -> None:
         module: Any = source.module
+        rotary = module.model.rotary_emb
         self.specs, self.vocab_size = source.specs, source.vocab_size
         self.dtype, self.device = source.dtype, source.device
         self._embedding: torch.Tensor = module.model.embed_tokens.weight.detach()
         self._eps = float(module.config.rms_norm_eps)
         self._norm: torch.Tensor = module.model.norm.weight.detach()
         self._head = packed_module(module.lm_head)
-        self._table = rotary_table(module.model.rotary_emb, max_positions)
+        self._table = rotary_table(rotary.inv_freq, float(getattr(rotary, "attention_scaling", 1.0)), max_positions)
         self._layers = [_take_layer(layer, spec) for layer, spec in zip(module.model.layers, self.specs, strict=True)]
         self._team = RowTeam(self.dtype)
         self._backend: AttentionBackend | None = None
@@ -152,10 +155,3 @@ def _take_layer(layer: Any, spec: LayerSpec) -> _Layer:
     for item in (*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
         item.weight = torch.nn.Parameter(item.weight.new_empty(0), requires_grad=False)
     return result
-
-
-def rotary_table(rotary: Any, positions: int) -> torch.Tensor:
-    """[positions, dim] float32: cosines then sines of each position, scaled as the model scales them."""
-    angles = torch.arange(positions, dtype=torch.float32)[:, None] * rotary.inv_freq.float()[None]
-    scale = float(getattr(rotary, "attention_scaling", 1.0))
-    return torch.cat([angles.cos() * scale, angles.sin() * scale], dim=1).contiguous()

@@ -35,9 +35,9 @@ AHEAD = 2048
 LOG2E = 1.4426950408889634
 
 KINDS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-EPILOGUES = ("store", "add", "gate")
-"""What becomes of the sums: stored; added to the float32 that is there; or, of 32 gates and 32 ups, silu(gate) * up
-stored."""
+EPILOGUES = ("store", "wide", "add", "gate")
+"""What becomes of the sums: rounded to the weights' type and stored; stored in float32; added to the float32 that is
+there; or, of 32 gates and 32 ups, silu(gate) * up rounded and stored."""
 
 # Argument block, int64 each. The counter has its place in common with the row operations.
 (ROWS, _PIECE, NEXT, X, WEIGHTS, OUT, STEPS, GROUPS, BIAS, X_STRIDE, OUT_STRIDE, OUT_GROUP, TILES,
@@ -129,9 +129,11 @@ def emit_tile(emit: Emit, args: list[Any], kind: str, rows: int, epilogue: str) 
             half = VECTORS // 2
             totals = [b.fmul(_silu(emit, gate), up) for gate, up in zip(totals[:half], totals[half:], strict=True)]
         for n, total in enumerate(totals):
+            place = emit.at(target, n * LANES * 4)
             if epilogue == "add":
-                place = emit.at(target, n * LANES * 4)
                 emit.store(b.fadd(total, emit.load(place, ir.VectorType(F32, LANES))), place)
+            elif epilogue == "wide":
+                emit.store(total, place)
             else:
                 emit.narrow(kind, total, emit.at(target, n * LANES * cell))
 

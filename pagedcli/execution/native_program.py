@@ -81,6 +81,11 @@ class Program:
         spent = np.diff(self._clocks).astype(np.float64)
         return spent / max(spent.sum(), 1.0)
 
+    def share(self, places: NDArray[np.int64]) -> float:
+        """The part of the last run's time that the operations at `places` took together."""
+        clocks = self._clocks
+        return float((clocks[places + 1] - clocks[places]).sum()) / max(float(clocks[-1] - clocks[0]), 1.0)
+
     def run(self, threads: int) -> None:
         """Run every operation on up to `threads` threads; returns when the last is done."""
         self._block[ASKED] = threads

@@ -6,15 +6,15 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 
-from pagedcli.attention.interface import AttentionBackend, KVLayout
+from pagedcli.attention.interface import AttentionBackend, KVLayout, LayerSpec
 from pagedcli.core.errors import CannotRunError
 from pagedcli.core.plan import Slice, StepPlan
 from pagedcli.execution.decoder import Decoder
 from pagedcli.execution.flat_batch import flatten, forward
-from pagedcli.execution.hf_model import HFDecoder
 
 LENGTHS = (11, 6)
 CUTS = ((10, 3), (1, 3))
@@ -26,11 +26,35 @@ the room; a model that is not understood lands near 1."""
 FP8_TOLERANCE = 0.25
 
 
+class Judged(Protocol):
+    """A model that can say what its own attention computes."""
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def eager(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits [B, T, vocab_size] of int64 ids [B, T]."""
+
+
+Model = TypeVar("Model", bound=Judged)
+
+
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """The decoder that passed, the relative error of its logits, seconds spent on compiling and on the trial itself."""
+    """The decoder that passed, the logits it was judged by (see Judged.eager), the relative error of its own, seconds
+    spent on compiling and on the trial itself."""
 
     decoder: Decoder
+    judged: torch.Tensor
     error: float
     compile_seconds: float
     seconds: float
@@ -49,7 +73,7 @@ def disagreement(ours: torch.Tensor, theirs: torch.Tensor, *, exact: bool) -> fl
     return float(errors.max() if exact else errors.median())
 
 
-def check_layers(decoder: HFDecoder, backend: AttentionBackend, cache_dtype: torch.dtype, block_size: int,
+def check_layers(decoder: Judged, backend: AttentionBackend, cache_dtype: torch.dtype, block_size: int,
                  name: str) -> None:
     """CannotRunError names the first layer that the backend cannot run, and why."""
     for place, spec in enumerate(decoder.specs):
@@ -59,8 +83,8 @@ def check_layers(decoder: HFDecoder, backend: AttentionBackend, cache_dtype: tor
                                  "layer_unsupported")
 
 
-def probe(decoder: HFDecoder, backend: AttentionBackend, cache_dtype: torch.dtype, block_size: int,
-          name: str, refine: Callable[[HFDecoder], Decoder]) -> ProbeResult:
+def probe(decoder: Model, backend: AttentionBackend, cache_dtype: torch.dtype, block_size: int,
+          name: str, refine: Callable[[Model], Decoder]) -> ProbeResult:
     """Run two sequences in mixed chunks over scattered blocks and compare all logits with eager attention.
 
     What runs, and is returned, is `refine(decoder)`; that may take the decoder apart, whose eager run is over by then.
@@ -106,4 +130,4 @@ def probe(decoder: HFDecoder, backend: AttentionBackend, cache_dtype: torch.dtyp
         raise CannotRunError(f"{name}: logits over the paged cache differ from the model's own by {error:.2g} "
                              f"(relative, limit {limit:g}), so its attention does something that paging does not",
                              "model_unsupported")
-    return ProbeResult(runner, error, compiled - began, time.perf_counter() - compiled)
+    return ProbeResult(runner, expected, error, compiled - began, time.perf_counter() - compiled)

@@ -230,7 +230,31 @@ def build_take(element: Any, stream: Any = None) -> Any:
     return cfunc(types.void(types.voidptr), cache=True)(work)
 
 
+def build_unpack(element: Any) -> Any:
+    """void(block): 3 places (int64 a row), 4 a packed product's weights (see linear_kernels.pack), 5 out, float32,
+    6 width, 7 columns of a group, 8 elements from row to row of out: out[row] = the weights of column places[row]."""
+    cells = 4 // np.dtype(element).itemsize
+
+    def work(block: Any) -> None:
+        base = _address(block)
+        rows, piece, width, columns = _arg(base, ROWS), _arg(base, PIECE), _arg(base, 6), _arg(base, 7)
+        places = carray(as_pointer(_arg(base, 3)), (rows,), np.int64)
+        out = carray(as_pointer(_arg(base, 5)), (rows, _arg(base, 8)), np.float32)
+        steps = width // cells
+        first = fetch_add(base + 8 * NEXT, piece)
+        while first < rows:
+            for row in range(first, min(first + piece, rows)):
+                group, column = places[row] // columns, places[row] % columns
+                start = _arg(base, 4) + (group * steps * columns + column) * 4
+                line = carray(as_pointer(start), ((steps - 1) * columns + 1, cells), element)
+                for step in range(steps):
+                    for cell in range(cells):
+                        out[row, step * cells + cell] = _widen(line[step * columns, cell])
+            first = fetch_add(base + 8 * NEXT, piece)
+    return cfunc(types.void(types.voidptr), cache=True)(work)
+
+
 BUILDERS: dict[str, Callable[[Any], Any]] = {"norm": build_norm, "rope": build_rope, "silu": build_silu,
-                                                  "take": build_take,
+                                                  "take": build_take, "unpack to stream": build_unpack,
                                                   "norm of stream": partial(build_norm, stream=np.float32),
                                                   "take to stream": partial(build_take, stream=np.float32)}

@@ -28,6 +28,12 @@ def float_bits(value: float) -> int:
     return int(np.float32(value).view(np.int32))
 
 
+def rotary_table(inv_freq: torch.Tensor, scale: float, positions: int) -> torch.Tensor:
+    """[positions, dim] float32: cosines then sines of each position, from inv_freq [dim / 2], times `scale`."""
+    angles = torch.arange(positions, dtype=torch.float32)[:, None] * inv_freq.float()[None]
+    return torch.cat([angles.cos() * scale, angles.sin() * scale], dim=1).contiguous()
+
+
 class RowTeam:
     """Row operations of one dtype. Tensors are contiguous; rows are the first dimension.
 

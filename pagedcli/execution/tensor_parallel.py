@@ -21,17 +21,19 @@ from pagedcli.attention.interface import KVLayout
 from pagedcli.core.config import CacheConfig, ModelConfig
 from pagedcli.core.errors import CannotRunError, PagedError, UsageError
 from pagedcli.core.plan import StepPlan, StepResult
-from pagedcli.execution.hf_model import HFDecoder, pick_device
+from pagedcli.execution.hf_model import HFDecoder
 from pagedcli.execution.interface import Executor, ExecutorInfo
 from pagedcli.execution.kv_store import PoolSize, Room, size_pool
+from pagedcli.execution.loading import load_executor
 from pagedcli.execution.model_hub import ModelSource, resolve_model
+from pagedcli.execution.placement import pick_device
 from pagedcli.execution.plan_codec import PlanDecoder, PlanEncoder
 from pagedcli.execution.probe import TOLERANCE, disagreement
 from pagedcli.execution.rank_processes import RankProcesses
 from pagedcli.execution.ranks import START_SECONDS, Place, Ranks, meeting_store
 from pagedcli.execution.shapes import shape_from_config
 from pagedcli.execution.sharding import check_heads, check_layers, split_model
-from pagedcli.execution.torch_executor import TorchExecutor, load_executor
+from pagedcli.execution.torch_executor import TorchExecutor
 
 JUDGED_TOKENS = 16
 """Tokens whose logits are compared before and after the split."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pagedcli.core.plan import Slice, StepPlan
-from pagedcli.execution import fused_decoder, native_decoder, torch_executor
+from pagedcli.execution import fused_decoder, loading, native_weights
 from pagedcli.execution.fused_decoder import FusedDecoder, packed
 from pagedcli.execution.linear_kernels import lacks
 from pagedcli.execution.native_decoder import NativeDecoder
@@ -35,7 +35,7 @@ LLAMA_LIKE: dict[str, tuple[str, dict[str, Any]]] = {
 def decoder_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type:
     """The class that llama-like models run as; the slower one as on a processor without the native products."""
     if request.param == "oneDNN":
-        monkeypatch.setattr(torch_executor, "not_native", lambda decoder, backend: "none wanted")
+        monkeypatch.setattr(loading, "not_native", lambda decoder, backend: "none wanted")
         return FusedDecoder
     reason = lacks(torch.float32)
     if reason is not None:
@@ -69,7 +69,7 @@ def test_other_models_keep_their_modules_and_say_why(family: str, changes: dict[
 def test_the_source_weights_are_let_go(tmp_path: Path, decoder_kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     place, name = ((fused_decoder, "_take_layer") if decoder_kind is FusedDecoder
-                   else (native_decoder, "NativeLayer"))
+                   else (native_weights, "pack_layer"))
     original = getattr(place, name)
 
     def watching(layer: Any, *rest: Any) -> Any:

@@ -12,8 +12,9 @@ import torch
 from pagedcli.core.config import CacheConfig, ModelConfig
 from pagedcli.core.plan import Slice, StepPlan
 from pagedcli.execution.flat_batch import ROW_TILE
+from pagedcli.execution.loading import load_executor
 from pagedcli.execution.model_hub import resolve_model
-from pagedcli.execution.torch_executor import TorchExecutor, load_executor
+from pagedcli.execution.torch_executor import TorchExecutor
 
 SHAPE = {"model_type": "llama", "hidden_size": 576, "num_hidden_layers": 2, "num_attention_heads": 9,
          "num_key_value_heads": 3, "intermediate_size": 1536, "vocab_size": 1003, "max_position_embeddings": 256}

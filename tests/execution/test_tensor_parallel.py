@@ -19,10 +19,10 @@ from pagedcli.core.errors import UsageError
 from pagedcli.core.request import Request, SamplingParams
 from pagedcli.engine.build import build_engine
 from pagedcli.execution.interface import Executor
+from pagedcli.execution.loading import load_executor
 from pagedcli.execution.model_hub import resolve_model
 from pagedcli.execution.ranks import Place
 from pagedcli.execution.tensor_parallel import TensorParallelExecutor, _lead, load_tensor_parallel
-from pagedcli.execution.torch_executor import load_executor
 from tests.execution.tiny_models import VOCAB, save_model
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,8 @@ from pagedcli.core.config import CacheConfig, ModelConfig
 from pagedcli.core.errors import CannotRunError, UsageError
 from pagedcli.core.plan import Slice, StepPlan
 from pagedcli.execution.hf_model import fill_repeating
+from pagedcli.execution.loading import load_executor
 from pagedcli.execution.model_hub import resolve_model
-from pagedcli.execution.torch_executor import load_executor
 from tests.execution.tiny_models import eager_logits, load, save_model
 
 PROMPT = [3 + (7 * i) % 90 for i in range(14)]

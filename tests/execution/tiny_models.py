@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pagedcli.core.config import CacheConfig, ModelConfig
 from pagedcli.core.plan import Slice, StepPlan
+from pagedcli.execution.loading import load_executor
 from pagedcli.execution.model_hub import resolve_model
-from pagedcli.execution.torch_executor import TorchExecutor, load_executor
+from pagedcli.execution.torch_executor import TorchExecutor
 
 VOCAB = 97
 _SHARED: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -95,8 +95,8 @@ def decode_steps(peak: float, model: str = "opt-13b") -> list[dict[str, Any]]:
     """Whole decode steps of a model with random fp16 weights, from graphs and kernel by kernel, against reading its
     weights and its KV once at the rate of a copy."""
     from pagedcli.execution.cuda_steps import CudaSteps
+    from pagedcli.execution.loading import load_executor
     from pagedcli.execution.model_hub import resolve_model
-    from pagedcli.execution.torch_executor import load_executor
     config = ModelConfig(model=model, load_format="dummy", dtype="fp16", device="cuda", attention_backend="cuda")
     executor = load_executor(resolve_model(config), config, CacheConfig(block_size=16, swap_space=0))
     weights = sum(value.nbytes for value in executor.decoder.module.parameters())

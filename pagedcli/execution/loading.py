@@ -1,0 +1,184 @@
+"""From a model's files to an executor: weights, the trial against the model's own attention, the KV pool, kernels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from pagedcli.attention.interface import AttentionBackend, KVLayout
+from pagedcli.core.config import CacheConfig, ModelConfig, SchedulerConfig
+from pagedcli.core.errors import CannotRunError
+from pagedcli.execution.decoder import Decoder
+from pagedcli.execution.device_path import DevicePath, LargestStep, device_path
+from pagedcli.execution.families import position_limit
+from pagedcli.execution.fused_decoder import FusedDecoder, unfusable
+from pagedcli.execution.interface import ExecutorInfo, ExecutorLimits
+from pagedcli.execution.kv_store import PoolSize, Room, dtype_name, kv_dtype, size_pool
+from pagedcli.execution.linear_kernels import lacks
+from pagedcli.execution.model_hub import ModelSource
+from pagedcli.execution.native_decoder import NativeDecoder, not_native
+from pagedcli.execution.native_weights import pack_weights
+from pagedcli.execution.packed_copy import PackedCopy, drop_copy, find_copy, keep_copy
+from pagedcli.execution.placement import pick_device, pick_dtype
+from pagedcli.execution.probe import Judged, probe
+from pagedcli.execution.torch_executor import TorchExecutor
+
+if TYPE_CHECKING:  # it imports transformers, which a start from a packed copy does without
+    from pagedcli.execution.hf_model import HFDecoder
+
+NATIVE = "one native program for this CPU"
+
+
+class ModelSplit(Protocol):
+    """Cuts a whole model to the part that one of several ranks runs (see tensor_parallel.py)."""
+
+    def device(self, device: torch.device) -> torch.device: ...
+
+    def apply(self, decoder: HFDecoder, device: torch.device, name: str) -> HFDecoder: ...
+
+    def size_pool(self, layout: KVLayout, dtype: torch.dtype, cache: CacheConfig, device: torch.device,
+                  max_positions: int, room: Room | None = None) -> PoolSize: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A model whose weights are there. `refine` makes what runs (the model, most positions); `layers` says what."""
+
+    own: Judged
+    config: Mapping[str, Any]
+    refine: Callable[[Any, int], Decoder]
+    layers: str
+    notes: tuple[str, ...] = ()
+
+
+def choose_decoder(decoder: HFDecoder, backend: AttentionBackend) -> tuple[Callable[[HFDecoder, int], Decoder], str]:
+    """What makes the decoder to run from (the loaded one, most positions), the fastest that can, and what it is."""
+    unfused = unfusable(decoder)
+    if unfused is not None:
+        return lambda own, _: own, f"transformers' own modules ({unfused})"
+    slower = not_native(decoder, backend)
+    if slower is not None:
+        return FusedDecoder, f"fused, products by oneDNN ({slower})"
+    return lambda own, most: NativeDecoder(pack_weights(own), most), NATIVE
+
+
+def load_executor(source: ModelSource, model: ModelConfig, cache: CacheConfig, split: ModelSplit | None = None, *,
+                  step: SchedulerConfig | None = None) -> TorchExecutor:
+    """Load the model of `source`, try it against eager attention, make its pool and compile its kernels.
+
+    `info.load_seconds` tells load, probe and compile apart. Raises CannotRunError or UsageError (see
+    model_hub, hf_model, probe, kv_store). `split` makes it one rank's part of a model. `step` bounds the steps that
+    will be asked for, which is what a GPU's pool leaves room for. Packed weights are kept on disk for the next start
+    where the native program runs them (see packed_copy).
+    `model.threads` sets torch's thread count for the whole process.
+    """
+    started = time.perf_counter()
+    device = pick_device(model.device, model.attention_backend)
+    if split is not None:
+        device = split.device(device)
+    if model.threads is not None:
+        torch.set_num_threads(model.threads)
+    dtype = pick_dtype(model.dtype, device)
+    maker = _Maker(source, model, cache, split, step, device, dtype, started)
+    copy = find_copy(source, dtype) if maker.keeps else None
+    if copy is not None:
+        try:
+            return maker.from_copy(copy)
+        except CannotRunError as fault:
+            if fault.code != "model_unsupported":
+                raise
+            drop_copy(copy.folder)  # its logits are not the model's own: it was damaged
+    return maker.from_files()
+
+
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """What is known of an executor before any weight is read, and the steps from there."""
+
+    source: ModelSource
+    model: ModelConfig
+    cache: CacheConfig
+    split: ModelSplit | None
+    step: SchedulerConfig | None
+    device: torch.device
+    dtype: torch.dtype
+    started: float
+
+    @property
+    def backend_name(self) -> str:
+        return self.model.attention_backend if self.model.attention_backend != "auto" else self.device.type
+
+    @property
+    def keeps(self) -> bool:
+        """Whether packed copies serve: the native program may run, and nothing but the files decides what it runs."""
+        return (self.split is None and self.backend_name == "cpu" and not self.model.trust_remote_code
+                and lacks(self.dtype) is None)
+
+    def from_copy(self, copy: PackedCopy) -> TorchExecutor:
+        path = device_path(self.device, self.model, graphs=True)
+        model = _Model(copy, copy.config, lambda own, most: NativeDecoder(own.weights, most), NATIVE,
+                       (f"weights read from their packed copy in {copy.folder}",))
+        return self._finish(model, path, path.backend(self.backend_name))
+
+    def from_files(self) -> TorchExecutor:
+        from pagedcli.execution.hf_model import load_config, load_decoder
+
+        trust = self.model.trust_remote_code
+        config = load_config(self.source, trust_remote_code=trust)
+        position_limit(config.to_dict(), self.model.max_model_len)  # refuses before weights are read
+        first = self.device if self.split is None else torch.device("cpu")  # a whole model may not fit one device
+        decoder = load_decoder(self.source, config, self.dtype, first, trust_remote_code=trust, seed=self.model.seed)
+        with torch.inference_mode():
+            if self.split is not None:
+                decoder = self.split.apply(decoder, self.device, self.source.name)
+            path = device_path(self.device, self.model, graphs=self.split is None)
+            backend = path.backend(self.backend_name)
+            refine, layers = choose_decoder(decoder, backend)
+        return self._finish(_Model(decoder, config.to_dict(), refine, layers), path, backend)
+
+    def _finish(self, model: _Model, path: DevicePath, backend: AttentionBackend) -> TorchExecutor:
+        """The trial, the pool and the executor."""
+        loaded_at = time.perf_counter()
+        cache, own, name = self.cache, model.own, self.source.name
+        max_positions, position_note = position_limit(model.config, self.model.max_model_len)
+        with torch.inference_mode():
+            cache_dtype = kv_dtype(cache.dtype, self.dtype)
+            layout = KVLayout(own.specs, cache.block_size)
+            trial = probe(own, backend, cache_dtype, cache.block_size, name,
+                          lambda whole: model.refine(whole, max_positions))
+            probed_at = time.perf_counter()
+            kept = self._keep(model, trial.decoder, trial.judged)
+            kept_at = time.perf_counter()
+            room = None
+            if cache.num_blocks is None and cache.memory is None:
+                bounds = self.step or SchedulerConfig()
+                largest = LargestStep(bounds.token_budget, bounds.max_logit_rows, max_positions)
+                room = path.room(trial.decoder, backend, layout, cache_dtype, cache, largest)
+            size = (size_pool if self.split is None else self.split.size_pool)(
+                layout, cache_dtype, cache, self.device, max_positions, room)
+            store = path.store(layout, cache_dtype, size, backend)
+            backend.bind(layout, store.pool)
+            trial.decoder.attach(backend)
+            limits = ExecutorLimits(num_blocks=size.num_blocks, host_blocks=size.host_blocks,
+                                    block_size=cache.block_size, max_positions=max_positions,
+                                    vocab_size=own.vocab_size, bytes_per_block=size.block_bytes)
+            steps = path.steps(trial.decoder, backend, limits)
+        notes = [*self.source.notes, f"KV pool: {size.num_blocks:,} blocks of {cache.block_size} tokens ({size.note})",
+                 f"attention probe: relative error {trial.error:.2g} against eager", f"layers: {model.layers}",
+                 *model.notes, *(note for note in (kept, position_note) if note)]
+        info = ExecutorInfo(
+            model=name, device=self.device.type, dtype=dtype_name(self.dtype), kv_dtype=dtype_name(cache_dtype),
+            attention=self.backend_name, threads=torch.get_num_threads(), notes=tuple(notes),
+            load_seconds={"load": loaded_at - self.started + kept_at - probed_at, "compile": trial.compile_seconds,
+                          "probe": trial.seconds, "pool": time.perf_counter() - kept_at})
+        return TorchExecutor(trial.decoder, backend, store, steps, limits, info)
+
+    def _keep(self, model: _Model, decoder: Decoder, judged: torch.Tensor) -> str | None:
+        """Keep a packed copy of weights that came from the model's own files; a note on it."""
+        if not self.keeps or isinstance(model.own, PackedCopy) or not isinstance(decoder, NativeDecoder):
+            return None
+        return keep_copy(self.source, model.config, decoder.weights, judged)
