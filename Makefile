@@ -54,10 +54,11 @@ same-bits: setup
 greedy-equal: setup
 	$(RUN) -m tests.acceptance.greedy_equal
 
+# All 54 settings x 100 prompts with plenty of memory, every 5th of these searches in the two pools that preempt.
 beam-equal: setup
-	$(RUN) -m tests.acceptance.beam_equal --each 6
-	$(RUN) -m tests.acceptance.beam_equal --model tiny-llama
-	$(RUN) -m tests.acceptance.beam_equal --model tiny-opt
+	$(RUN) -m tests.acceptance.beam_equal --every 5
+	$(RUN) -m tests.acceptance.beam_equal --every 5 --model tiny-llama
+	$(RUN) -m tests.acceptance.beam_equal --every 5 --model tiny-opt
 
 bench-generate: setup
 	$(RUN) -m tests.acceptance.bench_generate
