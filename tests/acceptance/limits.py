@@ -8,7 +8,6 @@ move more bytes a second than that, since memory reads and writes at once).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -26,6 +25,7 @@ from pagedcli.attention.cpu_shapes import pair_products
 from pagedcli.attention.cpu_team import Team
 from pagedcli.attention.cpu_vectors import F32, I32, I64, LANES, Emit
 from pagedcli.bench.micro import Bench, copy_bandwidth
+from tests.timing import seconds_of
 
 CHAINS = 24
 """Sums that go on side by side: more than any processor's latency times its multiply-adds a cycle."""
@@ -168,22 +168,11 @@ def read_rate(threads: int, pieces: int = 192, rounds: int = 7) -> float:
     return best
 
 
-def fastest(call: Callable[[], object], rounds: int) -> float:
-    """Seconds of the fastest call after one that is not counted."""
-    call()
-    taken = []
-    for _ in range(rounds):
-        begun = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - begun)
-    return min(taken)
-
-
 def product_rate(dtype: torch.dtype, size: int = LARGE, rounds: int = 5) -> float:
     """FLOP/s of torch's product of two matrices of size x size."""
     made = torch.Generator().manual_seed(0)
     x, y = (torch.randn(size, size, generator=made).to(dtype) for _ in range(2))
-    return 2 * size ** 3 / fastest(lambda: x @ y, rounds)
+    return 2 * size ** 3 / min(seconds_of(lambda: x @ y, rounds))
 
 
 def measure_limits() -> Limits:

@@ -1,15 +1,13 @@
 """Times the CPU attention backend: decode at several contexts, prompts, and the limits they are held against.
 
-Run by hand: python tests/attention/bench_attention.py [--threads N] [--quick]. Layers are cycled so that the cache is
+Run by hand: python -m tests.attention.bench_attention [--threads N] [--quick]. Layers are cycled so that the cache is
 read from memory as in a model, not from the processor's caches.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -23,31 +21,21 @@ from pagedcli.attention.cpu import CpuBackend
 from pagedcli.attention.cpu_vectors import F32, I32, LANES, Emit
 from pagedcli.attention.interface import BatchLayout, KVLayout, LayerSpec, build_layout
 from pagedcli.core.plan import Slice, StepPlan
+from tests.timing import seconds_of
 
 TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn}
-
-
-def median(call: Callable[[], object], times: int) -> float:
-    """Seconds of the median call, after one unmeasured call."""
-    call()
-    taken = []
-    for _ in range(times):
-        begin = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken)
 
 
 def copy_rate() -> float:
     """Bytes a second read when summing a buffer far larger than the caches (as int64)."""
     big = torch.ones(64 << 20, dtype=torch.int64)
-    return big.nbytes / median(big.sum, 5)
+    return big.nbytes / median(seconds_of(big.sum, 5))
 
 
 def fma_rate() -> float:
     """fp32 operations a second of a large matrix product: what this machine's vector units reach."""
     a, b = torch.rand(1024, 1024), torch.rand(1024, 1024)
-    return 2 * 1024**3 / median(lambda: a @ b, 9)
+    return 2 * 1024**3 / median(seconds_of(lambda: a @ b, 9))
 
 
 @intrinsic
@@ -75,7 +63,7 @@ def _multiply_adds(times: int) -> float:
 def instruction_limit() -> float:
     """fp32 operations a second of one core that does nothing but fused multiply-adds in registers."""
     times = 1_000_000
-    return 2 * LANES * 24 * times / median(lambda: _multiply_adds(times), 9)
+    return 2 * LANES * 24 * times / median(seconds_of(lambda: _multiply_adds(times), 9))
 
 
 class Case:
@@ -108,7 +96,7 @@ class Case:
             self.backend.attend(layer, self.q, self.k, self.v, self.spec)
 
     def report(self, label: str, times: int) -> None:
-        seconds = median(self.step, times) / self.layers
+        seconds = median(seconds_of(self.step, times)) / self.layers
         print(f"{label:44s} {seconds * 1e3:8.3f} ms a layer  {self.bytes / seconds / 1e9:7.1f} GB/s of K and V"
               f"  {self.flops / seconds / 1e9:7.1f} GFLOP/s", flush=True)
 
