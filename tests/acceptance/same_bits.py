@@ -15,7 +15,6 @@ import itertools
 import json
 import shutil
 import struct
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ BLOCKS = (8, 16, 32)
 CACHES = ("off", "cold", "hot")
 POOLS = ("roomy", "recompute", "swap")
 PREFILLS = ("whole", "chunked")
+BUILD = Path(__file__).resolve().parents[2] / "build"
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,12 @@ def run_cell(bench: Bench, cell: Cell, prompts: list[tuple[int, ...]], params: l
 
 
 def first_layers(source: Path, count: int, target: Path) -> Path:
-    """`target`, made a model folder with the weights of the first `count` layers of the one in `source`."""
+    """`target`, made a model folder with the weights of the first `count` layers of the one in `source`.
+
+    A folder made before is used again, so that what is kept for later starts is kept once.
+    """
+    if (target / "model.safetensors").is_file():
+        return target
     config = json.loads((source / "config.json").read_text())
     if not 1 <= count <= config["num_hidden_layers"]:
         raise SystemExit(f"--layers = {count}: must be between 1 and the model's {config['num_hidden_layers']}")
@@ -182,9 +187,9 @@ def main() -> None:
     options = parser.parse_args()
     if not options.layers:
         raise SystemExit(run(options, options.model) > 0)
-    with tempfile.TemporaryDirectory() as name:
-        source = resolve_model(ModelConfig(model=options.model)).weights_folder
-        raise SystemExit(run(options, str(first_layers(source, options.layers, Path(name) / "model"))) > 0)
+    source = resolve_model(ModelConfig(model=options.model)).weights_folder
+    folder = first_layers(source, options.layers, BUILD / f"{source.name}-first-{options.layers}-layers")
+    raise SystemExit(run(options, str(folder)) > 0)
 
 
 if __name__ == "__main__":
