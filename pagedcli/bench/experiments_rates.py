@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from pagedcli.bench.experiments import Cell, Curve, Experiment, Outcome, Panel, Setting, claim, near
 from pagedcli.bench.experiments_memory import ORCAS, beam_note, beams_of
-from pagedcli.bench.paper_setup import STATIC, SYSTEMS, Run, crossing, paper_figures
+from pagedcli.bench.paper_setup import PLACES, STATIC, SYSTEMS, Run, crossing, paper_figures
 from pagedcli.bench.paper_targets import LIMIT, PANELS, Target, find_rate, target_of
 
 _ISOLATED = 100.0
@@ -106,8 +106,9 @@ def fig12(figure: str, setting: Setting) -> Outcome:
         label, ours = SYSTEMS[policy], traced[policy]
         cells += [near(f"{label}: rate at {target.level:.3g} s/token", ours.rate, target.rate, 0.15, "req/s"),
                   near(f"{label}: latency at low load", ours.low, target.low_latency, 0.15, "s/token")]
-    order = sorted(traced, key=lambda policy: traced[policy].rate)
-    cells.append(claim("order of the systems", order == list(SYSTEMS), "as in the figure"))
+    cells.append(claim("order of the systems", in_order({policy: target.rate for policy, target in targets.items()},
+                                                         {policy: item.rate for policy, item in traced.items()}),
+                       "as in the figure, where it tells two apart by 5%"))
     cells += _ratios(traced, targets, judged=figure <= "fig12c")
     curves = tuple(Curve(SYSTEMS[policy], traced[policy].points, tuple((rate, value) for rate, value in
                                                                        printed[policy])) for policy in SYSTEMS)
@@ -119,6 +120,12 @@ def fig12(figure: str, setting: Setting) -> Outcome:
         "rates are compared at 0.5 s/token, or at the highest latency plotted where a printed curve ends below",
         "synthetic sets: 20 minutes of arrivals (FasterTransformer an hour); points of fewer than 2,000 requests are "
         "medians over up to 11 draws; where the paper had fewer than 50, low load is requests served alone"))
+
+
+def in_order(printed: Mapping[str, float], ours: Mapping[str, float], apart: float = 1.05) -> bool:
+    """Whether every two systems come in the printed order, where the printed rates are not the same to within 5 %."""
+    return all(ours[one] < ours[other] for one, rate in printed.items() for other in printed
+               if printed[other] > apart * rate)
 
 
 def _ratios(traced: Mapping[str, Traced], targets: Mapping[str, Target], judged: bool) -> list[Cell]:
@@ -169,31 +176,46 @@ def fig14(setting: Setting) -> Outcome:
 
 
 def fig16(setting: Setting) -> Outcome:
-    """Translation with a shared prefix, LLaMA-13B (paper Figure 16)."""
+    """Translation with a shared prefix, LLaMA-13B (paper Figure 16). The software's coefficients were fitted to the
+    1-shot panel; the 5-shot one is predicted."""
+    systems = ("paged", "orca-oracle")
+    figures = {1: "fig16-1", 5: "fig16-5"}
+    keys = [(shots, policy) for shots in figures for policy in systems]
+    duration = PLACES["llama-13b"].duration * setting.scale
+    targets = {key: target_of(figures[key[0]], key[1]) for key in keys}
+    jobs = [TraceJob(Run(policy, "llama-13b", "wmt16", 1.0, setting.source, duration=duration, shots=shots),
+                     _few(paper_figures()["curves"][figures[shots]][policy]), LIMIT, targets[shots, policy].rate, 0.02)
+            for shots, policy in keys]
+    traced = dict(zip(keys, setting.map(call, jobs), strict=True))
     cells: list[Cell] = []
     panels = []
-    jobs, keys = [], []
-    for shots, starts in ((1, (45.0, 27.0)), (5, (40.0, 11.0))):
-        for policy, guess in zip(("paged", "orca-oracle"), starts, strict=True):
-            run = Run(policy, "llama-13b", "wmt16", 1.0, setting.source, duration=600.0 * setting.scale, shots=shots)
-            jobs.append(TraceJob(run, (0.3 * guess, 0.7 * guess), LIMIT, guess, 0.03))
-            keys.append((shots, policy))
-    traced = dict(zip(keys, setting.map(call, jobs), strict=True))
-    for shots in (1, 5):
+    for shots, figure in figures.items():
+        kind = "fitted" if shots == 1 else "predicted"
         ours = traced[shots, "paged"].rate / traced[shots, "orca-oracle"].rate
         cells.append(near(f"{shots}-shot prefix: vLLM over Orca (Oracle)", ours, paper_figures()["fig16"][str(shots)],
                           0.15, "x"))
-        cells += [Cell(f"{shots}-shot: {SYSTEMS[policy]}, rate at {LIMIT} s/token", traced[shots, policy].rate, None,
-                       unit="req/s") for policy in ("paged", "orca-oracle")]
+        for policy in systems:
+            target, found = targets[shots, policy], traced[shots, policy]
+            label = f"{shots}-shot: {SYSTEMS[policy]}"
+            cells += [near(f"{label}, rate at {LIMIT} s/token ({kind})", found.rate, target.rate, 0.15, "req/s"),
+                      near(f"{label}, latency at low load ({kind})", found.low, target.low_latency, 0.15, "s/token")]
+        width, height = paper_figures()["axes"][figure]
         panels.append(Panel(
             f"Figure 16: {shots}-shot prefix", "request rate, req/s", "normalized latency, s/token",
-            tuple(Curve(SYSTEMS[policy], traced[shots, policy].points) for policy in ("paged", "orca-oracle")),
-            limits=(50.0, 1.0)))
+            tuple(Curve(SYSTEMS[policy], traced[shots, policy].points,
+                        tuple((rate, value) for rate, value in paper_figures()["curves"][figure][policy]))
+                  for policy in systems), limits=(width, height)))
     return Outcome("fig16", "Figure 16: translation with a shared prefix, LLaMA-13B", tuple(cells), tuple(panels), (
         setting.source.describe("wmt16"),
-        "lengths scaled to LLaMA's tokens, measured on 300 sentence pairs", "runs of 600 s",
-        "software costs of a prompt and of a sequence are those of the random-sampling builds of Figure 12, some 17 ms "
-        "a request; the greedy prefix build was another: without them the 5-shot gain would be about 3.9"))
+        "lengths scaled to LLaMA's tokens, measured on 300 sentence pairs",
+        "the builds of this section are others than Figure 12's (LLaMA, greedy): three software coefficients set by a "
+        "scan over 8 points of the 1-shot panel; the 5-shot panel is a prediction"))
+
+
+def _few(printed: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """The first, a middle and the last flat rate of a printed curve: enough to draw it."""
+    flat = [rate for rate, latency in printed if latency < LIMIT / 2]
+    return flat[0], flat[len(flat) // 2], flat[-1]
 
 
 def fig17(setting: Setting) -> Outcome:
@@ -220,9 +242,8 @@ def fig17(setting: Setting) -> Outcome:
                   limits=(width, height))
     return Outcome("fig17", "Figure 17: chat, OPT-13B", tuple(cells), (panel,), (
         setting.source.describe("chat"),
-        "as many turns as arrivals, each served once, as in the artefact; answers of the shipped fit are longer than "
-        "those of the paper's own ShareGPT (first answers 471 against 331 tokens), so all four rates come out low; "
-        "their ratios are what can be compared"))
+        "as many turns as arrivals, each served once, as in the artefact; queries and answers of the shipped fit "
+        "(another population and tokenizer) scaled to the means that the paper prints for first rounds"))
 
 
 EXPERIMENTS: Mapping[str, Experiment] = {

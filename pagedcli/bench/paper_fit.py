@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagedcli.bench.least_squares import fit_positive
-from pagedcli.bench.paper_setup import PLACES, LengthSource, Run, mean_latency
+from pagedcli.bench.paper_lengths import LengthSource
+from pagedcli.bench.paper_setup import PLACES, Run, mean_latency
 from pagedcli.bench.paper_targets import Target
 from pagedcli.bench.records import Floats
 from pagedcli.execution.cost_model import CostModel, StepLoad
@@ -100,6 +101,7 @@ FREE: Mapping[str, tuple[float, float]] = {
     "layer_seconds": (1e-6, 1e-3), "step_seconds": (1e-4, 2e-2), "sequence_seconds": (1e-7, 1e-3),
     "token_seconds": (1e-9, 1e-4), "allreduce_seconds": (1e-6, 3e-4), "prompt_seconds": (1e-6, 1e-2),
     "ft_step_seconds": (1e-4, 2e-2), "ft_layer_seconds": (1e-6, 1e-3), "ft_allreduce_seconds": (1e-7, 3e-4),
+    "ft_sequence_seconds": (1e-6, 3e-3),
 }
 """Fitted coefficients and the range that makes physical sense. `ft_`: FasterTransformer's software."""
 
@@ -108,8 +110,9 @@ def split(values: Mapping[str, float], base: Coefficients) -> dict[str, Coeffici
     """Coefficients by policy from fitted values ("" for the Python systems)."""
     own: dict[str, Any] = {name: value for name, value in values.items() if not name.startswith("ft_")}
     main = replace(base, **own)
-    static = replace(main, **{name[3:]: value for name, value in values.items() if name.startswith("ft_")})
-    return {"": main, STATIC: replace(static, sequence_seconds=0.0, prompt_seconds=0.0)}
+    theirs: dict[str, float] = {"sequence_seconds": 0.0, "prompt_seconds": 0.0}
+    theirs |= {name[3:]: value for name, value in values.items() if name.startswith("ft_")}
+    return {"": main, STATIC: replace(main, **theirs)}
 
 
 def fit_round(trials: Mapping[tuple[str, str], tuple[Trial, Trial, float]], targets: Iterable[Target],

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pagedcli.bench.experiments import Cell, Outcome, Panel
 from pagedcli.bench.plots import available
+from pagedcli.bench.signature import Signature
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#aa3377", "#66ccee")
 """Paul Tol's bright scheme: told apart by most colour-blind readers."""
 
 
-def write_outcome(outcome: Outcome, folder: Path) -> list[Path]:
-    """Write `<key>.json` and, where matplotlib is installed, `<key>.png`."""
+def write_outcome(outcome: Outcome, folder: Path, signature: Signature) -> list[Path]:
+    """Write `<key>.json`, signed, and, where matplotlib is installed, `<key>.png`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{outcome.key}.json"
-    path.write_text(json.dumps(outcome.as_dict(), indent=1, allow_nan=False) + "\n", "utf-8")
+    content = {**outcome.as_dict(), "signature": signature.text}
+    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", "utf-8")
     written = [path]
     if outcome.panels and available():
         written.append(_draw(outcome, folder / f"{outcome.key}.png"))
@@ -37,7 +39,8 @@ def write_summary(folder: Path) -> Path:
              "Written by `pagedcli paper`. Real scheduler and memory policies, simulated time (cost model fitted to "
              "the A100 panels of Figure 12); request lengths are drawn from fitted distributions unless a note says "
              "otherwise. Paper: Kwon et al., SOSP 2023.", "",
-             f"{sum(cell['verdict'] == 'holds' for cell in judged)} of {len(judged)} judged cells hold.", ""]
+             f"{sum(cell['verdict'] == 'holds' for cell in judged)} of {len(judged)} judged cells hold.", "",
+             *_origin(stored), *_verdicts(stored)]
     for item in stored:
         lines += [f"## {item['title']}", ""]
         if (folder / f"{item['key']}.png").is_file():
@@ -45,10 +48,32 @@ def write_summary(folder: Path) -> Path:
         lines += ["| cell | ours | paper | rule | verdict |", "|---|---:|---:|---|---|"]
         lines += [f"| {cell['name']} | {number(cell['ours'], cell['unit'])} | {number(cell['paper'], cell['unit'])} | "
                   f"{cell['rule']} | {cell['verdict']} |" for cell in item["cells"]]
-        lines += ["", *(f"- {note}" for note in item["notes"]), f"- took {item['seconds']:g} s", ""]
+        took = f"- took {item['seconds']:g} s, {item['cpu_seconds']:g} s of processors"
+        lines += ["", *(f"- {note}" for note in item["notes"]), took, ""]
     path = folder / "README.md"
     path.write_text("\n".join(lines), "utf-8")
     return path
+
+
+def _origin(stored: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Which code on which machine the files are from, or that they are mixed."""
+    signatures = sorted({item["signature"] for item in stored})
+    if len(signatures) == 1:
+        return [f"All from one state of the code: `{signatures[0]}`", ""]
+    return ["Files of several states of the code:", "", *(
+        f"- {', '.join(item['key'] for item in stored if item['signature'] == text)}: `{text}`" for text in signatures),
+        ""]
+
+
+def _verdicts(stored: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Cells that hold and cells judged, by experiment, and the names of those that miss."""
+    lines = ["| experiment | cells that hold | misses |", "|---|---:|---|"]
+    for item in stored:
+        judged = [cell for cell in item["cells"] if cell["verdict"] != "shown"]
+        missed = [cell["name"] for cell in judged if cell["verdict"] == "misses"]
+        held = f"{len(judged) - len(missed)} of {len(judged)}" if judged else "none judged"
+        lines.append(f"| {item['key']} | {held} | {'; '.join(missed)} |")
+    return [*lines, ""]
 
 
 def number(value: float | None, unit: str = "") -> str:

@@ -1,23 +1,20 @@
-"""The paper's set-ups as simulations: models on their devices, workloads, systems, rates (section 6.1, Table 1).
-
-Lengths are drawn from the fitted sets (no dataset is shipped); `Lengths` says which, and takes a file of real ones.
-"""
+"""The paper's set-ups as simulations: models on their devices, workloads, systems, rates (section 6.1, Table 1)."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from pagedcli.bench.paper_lengths import PAPER_SEED, LengthSource, chat_lengths
 from pagedcli.bench.simulate import light_requests, run_events
 from pagedcli.core.config import CacheConfig, RunConfig, SchedulerConfig
 from pagedcli.core.request import Request, SamplingParams
@@ -26,11 +23,7 @@ from pagedcli.engine.fast_forward import EventEngine, Log
 from pagedcli.execution.hardware import Coefficients, Hardware, find_hardware
 from pagedcli.execution.shapes import SHAPES
 from pagedcli.execution.simulated import Deployment
-from pagedcli.workloads import Poisson, WorkloadOptions, find_spec
-from pagedcli.workloads.chat import Conversation, schedule
-from pagedcli.workloads.readers import read_table
-from pagedcli.workloads.spec import PAPER_MAX_TOTAL
-from pagedcli.workloads.synthetic import conversations, draw_pairs, model_of
+from pagedcli.workloads import Poisson
 from pagedcli.workloads.wmt16 import prefix_tokens
 
 SYSTEMS: Mapping[str, str] = {
@@ -39,17 +32,13 @@ SYSTEMS: Mapping[str, str] = {
 }
 """Policies by their names in the paper, worst first as its figures list them."""
 
-PAPER_SEED = 0
-SET_SIZE: Mapping[str, int] = {"sharegpt": 40_000, "alpaca-paper": 52_002, "wmt16": 3_000}
-"""Rows drawn of each fitted set; longer runs repeat them, as the paper's did its data."""
-
 STATIC = "fastertransformer"
 STATIC_DURATION = 3600.0
 """The artefact ran FasterTransformer for an hour on every model, the other systems 900 s on OPT-175B."""
 
-NEW_CONVERSATION = 0.1
-"""Share of chat arrivals that open a conversation. The artefact has 0.5 for vLLM and 0.1 for the Orcas, but as many
-turns as arrivals, so that each turn of its conversations is served once either way; with 0.1 so are ours."""
+TRANSLATION = "translation"
+"""The builds of section 6.4 are others than those of Figure 12 (LLaMA, greedy, pinned prefixes): coefficients of their
+own, and 256 sequences at most in both systems, as in the artefact."""
 
 
 @cache
@@ -61,12 +50,15 @@ def paper_figures() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One row of Table 1, or of section 6.4: a model on its devices, and how long its runs last, s."""
+    """One row of Table 1, or of section 6.4: a model on its devices, and how long its runs last, s. `software`: whose
+    coefficients its systems have, where it is not the policy that decides; `max_sequences`: cap of vLLM's batch."""
 
     model: str
     hardware: str
     devices: int
     duration: float
+    software: str | None = None
+    max_sequences: int = 2048
 
     def deployment(self, policy: str, block_size: int = 16, coefficients: Mapping[str, Coefficients] | None = None,
                    max_len: int | None = None) -> Deployment:
@@ -75,15 +67,15 @@ class Place:
         if coefficients is not None:
             others = {name: value for name, value in coefficients.items() if name}
             hardware = replace(hardware, coefficients=coefficients[""], engines=others)
-        return Deployment(hardware, SHAPES[self.model], self.devices, policy=policy, block_size=block_size,
-                          max_positions=max_len)
+        return Deployment(hardware, SHAPES[self.model], self.devices, policy=policy, software=self.software,
+                          block_size=block_size, max_positions=max_len)
 
 
 PLACES: Mapping[str, Place] = {place.model: place for place in (
     Place("opt-13b", "a100-40gb", 1, 3600.0),
     Place("opt-66b", "a100-40gb", 4, 3600.0),
     Place("opt-175b", "a100-80gb", 8, 900.0),
-    Place("llama-13b", "a100-40gb", 1, 1200.0),
+    Place("llama-13b", "a100-40gb", 1, 1200.0, TRANSLATION, 256),
 )}
 
 STATIC_BATCH: Mapping[tuple[str, str], int] = {
@@ -96,94 +88,12 @@ STATIC_BATCH: Mapping[tuple[str, str], int] = {
 def config_for(policy: str, model: str = "opt-13b", workload: str = "sharegpt", *,
                preemption: str = "auto") -> RunConfig:
     """A system as the paper ran it: whole prompts under the 2,560-token cap, no prefix cache, watermark 1 %."""
-    paged = policy == "paged"
+    most = PLACES[model].max_sequences if policy == "paged" and model in PLACES else 256
     return RunConfig(
         policy=policy, cache=CacheConfig(prefix_cache=False, watermark=0.01),
-        scheduler=SchedulerConfig(max_num_seqs=2048 if paged else 256, chunked_prefill=False,
+        scheduler=SchedulerConfig(max_num_seqs=most, chunked_prefill=False,
                                   preemption=preemption,  # type: ignore[arg-type]  # checked by the caller's choices
                                   static_batch=STATIC_BATCH.get((model, workload), 5)))
-
-
-@dataclass(frozen=True)
-class LengthSource:
-    """Where request lengths come from. `file`: real ShareGPT lengths (`input,output` rows), else the fitted set."""
-
-    file: Path | None = None
-    seed: int = PAPER_SEED
-
-    def exact(self, workload: str) -> bool:
-        """Whether the rows are the paper's own, in its order: then its very requests can be served."""
-        return workload == "sharegpt" and self.file is not None
-
-    def draw(self, workload: str, draw: int = 0) -> list[tuple[int, int]]:
-        """(prompt, output) tokens: a file's rows in their order, else draw number `draw` of the fitted set."""
-        if self.exact(workload):
-            assert self.file is not None
-            return _file_lengths(self.file)
-        return _lengths(workload, self.seed + draw)
-
-    def describe(self, workload: str) -> str:
-        """One line for reports."""
-        if self.exact(workload):
-            assert self.file is not None
-            return (f"ShareGPT lengths from {self.file.name} (real), requests drawn from them as the paper's artefact "
-                    "does: the first rows, as many as arrive, shuffled with seed 0")
-        return f"{workload}: synthetic lengths, drawn from the shipped fit"
-
-
-@cache
-def _file_lengths(file: Path) -> list[tuple[int, int]]:
-    """Rows that pass the paper's filter (sum below 2,048)."""
-    rows = [(row.prompt_len, row.output_len) for row in read_table(file).rows()]
-    return [(prompt, output) for prompt, output in rows
-            if prompt and output and prompt + output <= PAPER_MAX_TOTAL]
-
-
-ALPACA_RHO = -0.20
-"""Correlation of the Alpaca copula. The fit's own, -0.30, has the set's rank correlation; memory sees how many full
-blocks prompts have while their outputs last (mean over requests weighted by output length): 0.529 in the measured set,
-0.475 with -0.30, 0.530 with -0.20."""
-
-WMT_FACTORS = (1.126, 0.751)
-"""LLaMA's tokens per token of the WMT fit (SmolLM2's tokenizer, which splits German finely), for English prompts and
-German outputs: measured on 300 sentence pairs with both tokenizers."""
-
-
-# OPT's tokenizer puts one </s> before every text, and the artefact's lengths count it: the shortest ShareGPT texts have
-# 2 tokens. The Alpaca fit was measured with another tokenizer, so one token is added and the means are the paper's.
-@cache
-def _lengths(workload: str, seed: int) -> list[tuple[int, int]]:
-    spec = find_spec(workload)
-    if workload == "wmt16":
-        model = model_of(spec, False)
-        model = replace(model, prompt_factor=WMT_FACTORS[0], output_factor=WMT_FACTORS[1])
-        pairs = model.sample(SET_SIZE[workload], np.random.default_rng(seed))
-    elif workload == "alpaca-paper":
-        model = model_of(spec, False).scaled_to(spec.paper["prompt_mean"] - 1, spec.paper["output_mean"] - 1)
-        model = replace(model, rho=ALPACA_RHO)
-        pairs = model.sample(SET_SIZE[workload], np.random.default_rng(seed)) + 1
-        pairs = pairs[pairs.sum(axis=1) <= PAPER_MAX_TOTAL]
-    else:
-        pairs = draw_pairs(spec, SET_SIZE[workload], seed, WorkloadOptions(text=False, synthetic=True),
-                           spec.paper_means)
-    return [(int(prompt), int(output)) for prompt, output in pairs]
-
-
-def chat_lengths(count: int, seed: int, new_conversation: float = NEW_CONVERSATION) -> list[tuple[int, int]]:
-    """(prompt, output) tokens of `count` chat requests in order of arrival (paper section 6.5): the turns of as many
-    conversations as have `count` turns, each served once."""
-    options = WorkloadOptions(text=False, synthetic=True, new_conversation=new_conversation)
-
-    def enough() -> Iterator[Conversation]:
-        turns = 0
-        for conversation in conversations(find_spec("chat"), seed, options):
-            if turns >= count:
-                return
-            turns += len(conversation.turns)
-            yield conversation
-
-    found = schedule(enough(), count, options, np.random.default_rng(seed))
-    return [(request.prompt_len, request.output_len) for request in found]
 
 
 def sampling(width: int = 1, beam: bool = False) -> SamplingParams:

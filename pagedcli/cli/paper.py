@@ -37,9 +37,10 @@ def paper(
     artefact, in its order, the very requests of the paper are served. Writes a JSON, a PNG (with matplotlib) and a page
     of Markdown.
     """
-    from pagedcli.bench.experiments import Setting, choose, default_workers, registry, run_experiment
+    from pagedcli.bench.experiments import Setting, choose, default_workers, registry, run_experiments
+    from pagedcli.bench.paper_lengths import LengthSource
     from pagedcli.bench.paper_report import write_outcome, write_summary
-    from pagedcli.bench.paper_setup import LengthSource
+    from pagedcli.bench.signature import make_signature
 
     if list_them:
         for name in registry():
@@ -50,11 +51,11 @@ def paper(
     if workers is not None and workers < 1:
         raise UsageError(f"--workers = {workers}: must be at least 1")
     setting = Setting(LengthSource(lengths), workers or default_workers(), scale, beams)
+    signature = make_signature({"command": "paper", "lengths": lengths, "beams": beams, "scale": scale})
     judged = held = 0
-    for name in choose(experiments or []):
-        outcome = run_experiment(name, setting)
+    for outcome in run_experiments(choose(experiments or []), setting):
         _print(outcome)
-        write_outcome(outcome, results)
+        write_outcome(outcome, results, signature)
         judged, held = judged + len(outcome.judged), held + outcome.held
     page = write_summary(results)
     typer.echo(f"{held} of {judged} judged cells hold; {page} and figures written to {results}")
@@ -68,7 +69,8 @@ def _print(outcome: Outcome) -> None:
     from pagedcli.bench.paper_report import rows
 
     console = Console(highlight=False, width=None if Console().is_terminal else 130)
-    table = Table(title=f"{outcome.title} ({outcome.seconds:.1f} s)", title_justify="left", pad_edge=False)
+    took = f"{outcome.seconds:.1f} s, {outcome.cpu_seconds:.1f} s of processors"
+    table = Table(title=f"{outcome.title} ({took})", title_justify="left", pad_edge=False)
     for heading in ("cell", "ours", "paper", "rule", "verdict"):
         table.add_column(heading, justify="right" if heading in ("ours", "paper") else "left")
     styles = {"holds": "green", "misses": "bold red", "shown": "dim"}

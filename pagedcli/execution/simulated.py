@@ -19,7 +19,8 @@ DEFAULT_SWAP_BYTES = 20 << 30
 class Deployment:
     """What is simulated: a model on some devices. `num_blocks` None sizes the pool by the paper's Table 1 rule.
 
-    `policy` picks the software's coefficients (FasterTransformer's differ from those of the Python systems).
+    `policy` picks the software's coefficients (FasterTransformer's differ from those of the Python systems);
+    `software`, where given, names them instead (a build of its own that runs several policies).
     """
 
     hardware: Hardware
@@ -31,6 +32,7 @@ class Deployment:
     dtype: str = "fp16"
     utilization: float = 0.95
     policy: str = "paged"
+    software: str | None = None
     max_positions: int | None = None
 
     def __post_init__(self) -> None:
@@ -42,8 +44,9 @@ class Deployment:
 
     @property
     def cost_model(self) -> CostModel:
+        coefficients = self.hardware.coefficients_for(self.software or self.policy)
         return CostModel(self.hardware, self.shape, self.tensor_parallel, dtype=self.dtype, kv_dtype=self.dtype,
-                         block_size=self.block_size, coefficients=self.hardware.coefficients_for(self.policy))
+                         block_size=self.block_size, coefficients=coefficients)
 
     @property
     def blocks(self) -> int:

@@ -11,14 +11,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagedcli.bench.experiments import Setting, choose, near, points, registry, run_experiment
+from pagedcli.bench.experiments import Setting, choose, near, points, registry, run_experiment, run_experiments
 from pagedcli.bench.experiments_memory import beams_of
+from pagedcli.bench.experiments_rates import in_order
+from pagedcli.bench.paper_fit import split
+from pagedcli.bench.paper_lengths import CHAT_FACTORS, LengthSource, chat_lengths
 from pagedcli.bench.paper_report import write_outcome, write_summary
-from pagedcli.bench.paper_setup import LengthSource, Run, chat_lengths, crossing, paper_figures, papers_requests
+from pagedcli.bench.paper_setup import PLACES, Run, config_for, crossing, paper_figures, papers_requests
 from pagedcli.bench.paper_targets import PANELS, find_rate, target_of
+from pagedcli.bench.signature import Signature
 from pagedcli.core.errors import UsageError
 from pagedcli.engine.beam_script import RecordedBeams
+from pagedcli.execution.hardware import find_hardware
+from pagedcli.workloads import find_spec
+from pagedcli.workloads.chat_model import ChatModel, simulate_turns
+from pagedcli.workloads.lengths import load_sample
 
+SIGNED = Signature({"command": "paper"}, {"commit": "abc1234"})
 SHAREGPT = Path(__file__).resolve().parents[3] / "shared" / "paper" / "sharegpt_lengths.csv"
 
 
@@ -110,9 +119,69 @@ def test_shipped_beams_are_real_searches() -> None:
 def test_table_1_holds_and_is_written(tmp_path: Path) -> None:
     outcome = run_experiment("table1", Setting())
     assert outcome.judged and outcome.held == len(outcome.judged)
-    write_outcome(outcome, tmp_path)
+    write_outcome(outcome, tmp_path, SIGNED)
     assert json.loads((tmp_path / "table1.json").read_text("utf-8"))["cells"][0]["verdict"] == "holds"
-    assert "60.1 K" in write_summary(tmp_path).read_text("utf-8")
+    page = write_summary(tmp_path).read_text("utf-8")
+    assert "60.1 K" in page and f"All from one state of the code: `{SIGNED.text}`" in page
+    assert "| table1 | 6 of 6 |  |" in page
+
+
+def test_a_page_of_mixed_results_says_so(tmp_path: Path) -> None:
+    other = Signature({"command": "paper"}, {"commit": "def5678"})
+    write_outcome(run_experiment("table1", Setting()), tmp_path, SIGNED)
+    write_outcome(run_experiment("fig19a", Setting()), tmp_path, other)
+    page = write_summary(tmp_path).read_text("utf-8")
+    assert "All from one" not in page
+    assert f"- table1: `{SIGNED.text}`" in page and f"- fig19a: `{other.text}`" in page
+
+
+def test_experiments_at_once_are_those_one_by_one() -> None:
+    names = ["fig19a", "table1", "fig2"]
+    together = list(run_experiments(names, Setting(scale=0.02, workers=2)))
+    assert [outcome.key for outcome in together] == names
+    alone = [run_experiment(name, Setting(scale=0.02)).cells for name in names]
+    assert [outcome.cells for outcome in together] == alone
+    assert together[2].cpu_seconds > 0
+
+
+def test_translation_has_builds_of_its_own() -> None:
+    """Other coefficients and 256 sequences at most; nothing else differs from the A100 of Figure 12."""
+    for policy in ("paged", "orca-oracle"):
+        assert config_for(policy, "llama-13b", "wmt16").scheduler.max_num_seqs == 256
+        used = PLACES["llama-13b"].deployment(policy).cost_model.coefficients
+        others = PLACES["opt-13b"].deployment(policy).cost_model.coefficients
+        changed = {name for name, value in used.as_dict().items() if value != others.as_dict()[name]}
+        assert changed == {"layer_seconds", "sequence_seconds", "prompt_seconds"}
+    assert config_for("paged").scheduler.max_num_seqs == 2048
+
+
+def test_order_is_judged_where_the_figure_tells_systems_apart() -> None:
+    printed = {"worst": 1.0, "middle": 1.03, "best": 3.0}
+    assert in_order(printed, {"worst": 2.0, "middle": 1.5, "best": 2.1})  # the first two are level in print
+    assert not in_order(printed, {"worst": 2.0, "middle": 2.2, "best": 2.1})
+
+
+def test_fitted_values_go_to_their_software() -> None:
+    base = find_hardware("a100-40gb").coefficients
+    found = split({"layer_seconds": 3e-4, "ft_sequence_seconds": 2e-3}, base)
+    assert found[""].layer_seconds == found["fastertransformer"].layer_seconds == 3e-4
+    assert found[""].sequence_seconds == base.sequence_seconds
+    assert (found["fastertransformer"].sequence_seconds, found["fastertransformer"].prompt_seconds) == (2e-3, 0.0)
+
+
+def test_printed_translation_curves_give_the_printed_ratios() -> None:
+    for shots, printed in paper_figures()["fig16"].items():
+        read = target_of(f"fig16-{shots}", "paged").rate / target_of(f"fig16-{shots}", "orca-oracle").rate
+        assert read == pytest.approx(printed, rel=0.03)
+
+
+def test_chat_is_scaled_to_the_printed_means() -> None:
+    """First rounds under the paper's filter have, times the factors, the means of the paper's Figure 11."""
+    drawn = simulate_turns(ChatModel.from_json(load_sample("chat")["chat"]), 40_000, np.random.default_rng(3))
+    kept = (drawn.turn == 0) & (drawn.query + drawn.output < 2048)
+    paper = find_spec("sharegpt").paper
+    for factor, lengths, name in zip(CHAT_FACTORS, (drawn.query, drawn.output), ("prompt", "output"), strict=True):
+        assert factor * lengths[kept].mean() == pytest.approx(paper[f"{name}_mean"], rel=0.03)
 
 
 def test_waste_of_figure_2_in_a_short_run() -> None:
@@ -135,4 +204,4 @@ def test_every_quick_experiment_runs(tmp_path: Path) -> None:
     for name in ("fig13", "fig15", "fig19a"):
         outcome = run_experiment(name, Setting(scale=0.02))
         assert outcome.cells
-        assert all(path.stat().st_size > 0 for path in write_outcome(outcome, tmp_path))
+        assert all(path.stat().st_size > 0 for path in write_outcome(outcome, tmp_path, SIGNED))
