@@ -36,7 +36,8 @@ def gpu_seconds(call: Callable[[], object], times: int = 20) -> float:
 
 def copy_bandwidth() -> float:
     """Bytes a second, read plus written, of a device copy far larger than the caches."""
-    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
+    size = min(4 << 30, torch.cuda.mem_get_info()[0] // 4)
+    source = torch.empty(size, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / gpu_seconds(lambda: target.copy_(source))
 
@@ -95,14 +96,15 @@ def decode_steps(peak: float, model: str = "opt-13b") -> list[dict[str, Any]]:
     """Whole decode steps of a model with random fp16 weights, from graphs and kernel by kernel, against reading its
     weights and its KV once at the rate of a copy."""
     from pagedcli.execution.cuda_steps import CudaSteps
+    from pagedcli.execution.hf_model import HFDecoder
     from pagedcli.execution.loading import load_executor
     from pagedcli.execution.model_hub import resolve_model
     config = ModelConfig(model=model, load_format="dummy", dtype="fp16", device="cuda", attention_backend="cuda")
     executor = load_executor(resolve_model(config), config, CacheConfig(block_size=16, swap_space=0))
-    weights = sum(value.nbytes for value in executor.decoder.module.parameters())
-    backend = executor.backend
-    assert isinstance(backend, CudaBackend)
-    by_kernel = CudaSteps(executor.decoder, backend, executor.limits, graphs=False)
+    decoder, backend = executor.decoder, executor.backend
+    assert isinstance(decoder, HFDecoder) and isinstance(backend, CudaBackend), "what runs on a GPU"
+    weights = sum(value.nbytes for value in decoder.module.parameters())
+    by_kernel = CudaSteps(decoder, backend, executor.limits, graphs=False)
     graphed, notes = executor.steps, list(executor.info.notes)
     rows = []
     for seqs, context in STEPS:
