@@ -105,13 +105,16 @@ def _vllm(*more: str) -> Command:
     return lambda place, ask: _driver("vllm", place.python("vllm"), ask, place.weights_as(ask.dtype), *more)
 
 
-LLAMA_SLOTS: Mapping[str, int] = {"W1": 32, "W2": 32, "W3": 128, "W4": 16, "W5": 1}
+LLAMA_SLOTS: Mapping[str, tuple[int, bool]] = {"W1": (16, True), "W2": (4, False), "W3": (128, True), "W4": (1, False),
+                                                "W5": (1, False)}
+"""Slots, and whether each has a cache of its own: the fastest of those tried on a cut of each workload (docs/peers.md)."""
 
 
 def _llama(place: Place, ask: Ask) -> list[str | Path]:
+    slots, split = LLAMA_SLOTS[ask.workload]
     pins = (Path(__file__).resolve().parent / "requirements" / "llamacpp.txt").read_text(encoding="utf-8")
     return _driver("llamacpp", OWN_PYTHON, ask, place.gguf(ask.dtype), "--server", place.llama_build / "llama-server",
-                   "--slots", str(LLAMA_SLOTS[ask.workload]), "--release", pins.split()[-1])
+                   "--slots", str(slots), *(["--split"] if split else []), "--release", pins.split()[-1])
 
 
 def _transformers(place: Place, ask: Ask) -> list[str | Path]:
