@@ -107,7 +107,7 @@ def _vllm(*more: str) -> Command:
 
 LLAMA_SLOTS: Mapping[str, tuple[int, bool]] = {"W1": (16, True), "W2": (4, False), "W3": (128, True), "W4": (1, False),
                                                 "W5": (1, False)}
-"""Slots, and whether each has a cache of its own: the fastest of those tried on a cut of each workload (docs/peers.md)."""
+"""Slots, and whether each has a cache of its own: the fastest that were tried on a cut of each (docs/peers.md)."""
 
 
 def _llama(place: Place, ask: Ask) -> list[str | Path]:
