@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -158,8 +159,18 @@ def _caches() -> list[Finding]:
     home = Path(os.environ.get("XDG_CACHE_HOME", "") or Path.home() / ".cache")
     hub = Path(os.environ.get("HF_HOME", "") or home / "huggingface")
     folders = [("model cache", _own_cache(home)), ("Hugging Face cache", hub)]
-    return [Finding(name, _writable(path), f"{path} ({'there' if path.exists() else 'made when needed'}, "
+    return [Finding(name, _writable(path), f"{path} ({_held(path) if path.exists() else 'made when needed'}, "
                     f"{'writable' if _writable(path) else 'not writable'})") for name, path in folders]
+
+
+def _held(folder: Path) -> str:
+    """What a cache takes on disk; links are not followed, so nothing counts twice."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # another process may be at work in it
+                total += (Path(place) / name).lstat().st_size
+    return f"{total / (1 << 20):,.0f} MiB"
 
 
 def _own_cache(home: Path) -> Path:
