@@ -159,9 +159,11 @@ def _null(config: RunConfig) -> tuple[Executor, Any]:
 def _sampler(config: RunConfig, executor: Executor, tokenizer: Any, eos_ids: frozenset[int]) -> Sampler:
     if config.model.model == NULL_MODEL:
         return ScriptedSampler(executor.limits.vocab_size)
+    from pagedcli.engine.device_sampler import DeviceSampler
     from pagedcli.engine.sampler import TorchSampler
 
-    return TorchSampler(config.seed, eos_ids=sorted(eos_ids), tokenizer=tokenizer)
+    kind = DeviceSampler if executor.info.device == "cuda" else TorchSampler
+    return kind(config.seed, eos_ids=sorted(eos_ids), tokenizer=tokenizer)
 
 
 def _text(tokenizer: Any) -> TextState | None:

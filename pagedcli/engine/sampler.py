@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
 from typing import Any
 
 import numba
@@ -30,6 +29,7 @@ from pagedcli.engine.logits import (
 from pagedcli.engine.logprobs import SPILL_BYTES, PromptLogprobs, TopLogprobs, token_logprob, top_logprobs
 from pagedcli.engine.pieces import StopSpelling
 from pagedcli.engine.row_stats import RowStats
+from pagedcli.engine.step_work import Work, samples_of, sort_out
 from pagedcli.engine.streams import StreamKey, stream_key, uniforms
 
 
@@ -44,17 +44,6 @@ class _Buffer:
         if self._memory.size < count * width:
             self._memory = np.empty(count * width, np.float32)
         return self._memory[:count * width].reshape(count, width)
-
-
-@dataclass(slots=True)
-class _Work:
-    """What one step asks for: logit rows to draw from, with their sequences; rows of beams, by group (its order of
-    arrival); rows that score a position of a prompt."""
-
-    rows: list[int] = field(default_factory=list)
-    owners: list[Sequence] = field(default_factory=list)
-    beams: dict[int, list[tuple[int, Sequence]]] = field(default_factory=dict)
-    prompts: list[tuple[int, Sequence, int]] = field(default_factory=list)
 
 
 class TorchSampler(Sampler):
@@ -94,7 +83,10 @@ class TorchSampler(Sampler):
             raise CannotRunError("this executor computes no logits, so tokens cannot be sampled; use scripted tokens")
         logits: torch.Tensor = result.logits
         values = self._plain(logits.detach())
-        work = _sort_out(plan, sequences)
+        return self._decide(values, sort_out(plan, sequences))
+
+    def _decide(self, values: np.ndarray, work: Work) -> dict[int, list[TokenChoice]]:
+        """Choices for rows [rows, vocabulary] float32 in this machine's memory."""
         choices: dict[int, list[TokenChoice]] = {}
         if work.prompts:
             self._score_prompts(values, work.prompts)
@@ -148,7 +140,7 @@ class TorchSampler(Sampler):
                 if seq.group.params.greedy:
                     drawn[place] = [best[at]]
                 else:
-                    jobs += [(place, at, sample) for sample in _samples(seq)]
+                    jobs += [(place, at, sample) for sample in samples_of(seq)]
             if jobs:
                 self._draw(source, jobs, owners, drawn)
         picked = [drawn[place] for place in range(len(rows))]
@@ -261,34 +253,3 @@ class TorchSampler(Sampler):
         if words not in self._bad_words:
             self._bad_words[words] = encode_bad_words(self._tokenizer.backend, words)
         return self._bad_words[words]
-
-
-def _samples(seq: Sequence) -> range:
-    """Sample numbers to draw for a row: all of them when the prompt's only sequence starts a shared group."""
-    group = seq.group
-    count = group.params.samples
-    if count > 1 and seq.output_len == 0 and len(group.live) == 1:
-        return range(count)
-    return range(seq.sample, seq.sample + 1)
-
-
-def _sort_out(plan: StepPlan, sequences: Mapping[int, Sequence]) -> _Work:
-    """Which logit row is whose, and for what."""
-    work, row = _Work(), 0
-    for item in plan.slices:
-        if not item.logit_rows:
-            continue
-        seq = sequences[item.seq]
-        params = seq.group.params
-        end = item.start + len(item.tokens)
-        if params.prompt_logprobs is not None:
-            first = end - item.logit_rows + 1  # the position that this slice's first logit row predicts
-            work.prompts += [(row + position - first, seq, position)
-                             for position in range(max(first, 1), min(end + 1, seq.prompt_len))]
-        row += item.logit_rows
-        if end == seq.length and params.use_beam_search:
-            work.beams.setdefault(seq.group.order, []).append((row - 1, seq))
-        elif end == seq.length:
-            work.rows.append(row - 1)
-            work.owners.append(seq)
-    return work

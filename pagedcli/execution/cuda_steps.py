@@ -1,7 +1,6 @@
-"""Steps on a GPU: decode steps replayed from CUDA graphs, others launched, inputs and logits through pinned memory.
+"""Steps on a GPU: decode steps replayed from CUDA graphs, others launched, inputs through pinned memory.
 
-The host waits for the device once a step, for the logits' copy. A step that wants none is not waited for; its time on
-the device then shows in the next step that does.
+Nothing here waits for the device: logits stay where they are, and who chooses tokens from them waits for those.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class CudaSteps:
             ids, positions, rows = self._send(self._inputs, batch.ids.numpy(), batch.positions.numpy(),
                                               batch.rows.numpy())
             logits = self._decoder.forward(ids, positions, rows)
-        return to_host(logits[:batch.wanted]) if batch.wanted else None
+        return logits[:batch.wanted] if batch.wanted else None
 
     def parts(self, seconds: float) -> dict[str, float]:
         return {"forward": seconds}
@@ -121,15 +120,3 @@ class CudaSteps:
     @staticmethod
     def _views(array: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
         return list(array[:2 * sum(lengths)].view(torch.int64).split(lengths))
-
-
-def to_host(logits: torch.Tensor) -> torch.Tensor:
-    """The logits in pinned memory: the one wait of a step. Logits of a CPU are copied, as a replay overwrites them."""
-    if not logits.is_cuda:
-        return logits.clone()
-    held = torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True)
-    held.copy_(logits, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record(torch.cuda.current_stream(logits.device))
-    done.synchronize()
-    return held

@@ -34,7 +34,8 @@ class Steps(Protocol):
     notes: tuple[str, ...]
 
     def run(self, batch: FlatBatch) -> torch.Tensor | None:
-        """Logits [wanted, vocabulary] of the model's dtype or float32 in host memory; None when no row wants any."""
+        """Logits [wanted, vocabulary] of the model's dtype or float32, where they were computed, valid until the next
+        run; None when no row wants any."""
 
     def parts(self, seconds: float) -> dict[str, float]:
         """The last run's seconds by part."""

@@ -19,11 +19,11 @@ from pagedcli.execution.kv_store import KVStore
 class TorchExecutor(Executor):
     """Owns a decoder, its KV pool and an attention backend; `loading.load_executor` makes one from a config.
 
-    `StepResult.logits` is [rows, vocabulary] in the model's dtype or float32 in host memory, or None when no row wants
+    `StepResult.logits` is [rows, vocabulary] in the model's dtype or float32 on the device, or None when no row wants
     any.
     `parts` (seconds): memory (swaps and copies), layout, and on a CPU attention and linear (the rest of the forward);
-    on a GPU these two are one, forward, since its work is not done when a call returns. A GPU is waited for where
-    there are logits to wait for, so a step without any counts its launches only.
+    on a GPU these two are one, forward, and count launches only: its work is not done when a call returns, and the wait
+    for it shows where tokens are chosen.
     """
 
     def __init__(self, decoder: Decoder, backend: AttentionBackend, store: KVStore, steps: Steps,

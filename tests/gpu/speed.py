@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,15 @@ def kernel_table(peak: float, budget: float) -> list[dict[str, Any]]:
     return rows
 
 
+def _waited(call: Callable[[], object]) -> float:
+    """Seconds until the device has done what a call gave it."""
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
 STEPS: tuple[tuple[int, int], ...] = ((1, 512), (8, 512), (32, 512), (64, 512), (128, 512), (256, 256))
 """(sequences, context) of the decode steps; the last fits beside the weights at half the context."""
 
@@ -121,7 +131,7 @@ def decode_steps(peak: float, model: str = "opt-13b") -> list[dict[str, Any]]:
             executor.steps = steps
             for _ in range(3):
                 executor.execute(plan)
-            seconds = statistics.median(executor.execute(plan).seconds for _ in range(9))
+            seconds = statistics.median(_waited(partial(executor.execute, plan)) for _ in range(9))
             row[f"{name}_milliseconds"] = round(seconds * 1e3, 3)
             row[f"{name}_share_of_limit"] = round(limit / seconds, 3)
         row |= {"limit_milliseconds": round(limit * 1e3, 3), "weight_bytes": weights, "kv_bytes": kv}
