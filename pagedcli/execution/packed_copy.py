@@ -13,7 +13,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -116,9 +115,13 @@ def keep_copy(source: ModelSource, config: Mapping[str, Any], weights: NativeWei
             (scratch / "facts.json").write_text(json.dumps(facts), "utf-8")
             scratch.chmod(0o755)
             for old in parent.glob(f"{_family(source, weights.dtype)}*"):
-                drop_copy(old)
-            with suppress(FileExistsError):  # another process was as quick
+                if old != folder:
+                    drop_copy(old)
+            try:
                 os.rename(scratch, folder)
+            except OSError:
+                if not folder.is_dir():  # else another process was as quick
+                    raise
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     except (OSError, TypeError, ValueError) as fault:

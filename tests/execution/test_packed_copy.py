@@ -136,6 +136,24 @@ def test_a_cache_that_cannot_be_written_is_said_and_harmless(tmp_path: Path, mon
     assert len(logits(executor)) == len(PROMPTS)
 
 
+def test_two_first_starts_at_once_leave_one_whole_copy(cache: Path, tmp_path: Path,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_model("llama", tmp_path / "model")
+    write, inside = packed_copy._write, []
+
+    def meanwhile(*given: Any) -> Any:
+        monkeypatch.setattr(packed_copy, "_write", write)
+        inside.append(load(folder, attention_backend="cpu"))  # the other start, from beginning to end
+        return write(*given)
+
+    monkeypatch.setattr(packed_copy, "_write", meanwhile)
+    outer = load(folder, attention_backend="cpu")
+    assert [path.name.startswith("model-") for path in cache.iterdir()] == [True]
+    for executor in (outer, *inside):
+        assert not any("no packed copy" in note for note in executor.info.notes), executor.info.notes
+    assert from_copy(load(folder, attention_backend="cpu"))
+
+
 def test_a_full_disk_is_left_alone(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_copy, "FREE_SHARE", 1 << 60)
     executor = load(save_model("llama", tmp_path / "model"), attention_backend="cpu")
