@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -171,28 +171,25 @@ def _processor_seconds() -> float:
     return sum(os.times()[:4])
 
 
-_LONGEST_FIRST = ("fig14", "fig12d", "fig13", "fig12e", "fig16", "fig18b", "fig15", "fig12f", "fig17", "fig12a",
-                  "fig12c", "fig12b", "fig19b")
-"""Begun in this order, so that no long one is left for the end, when the other processes have nothing to do."""
+_LONGEST_FIRST = ("fig14", "fig16", "fig15", "fig12d", "fig18b", "fig17", "fig13", "fig12f", "fig19b", "fig12e",
+                  "fig12a", "fig12b", "fig12c")
+"""Begun in this order, after those of a few seconds, so that no long one is left for the end, when the other processes
+have nothing to do."""
 
 _ALONE = frozenset({"fig18a"})
 """Experiments that time this machine: run while nothing else does."""
 
 
 def run_experiments(names: Sequence[str], setting: Setting) -> Iterator[Outcome]:
-    """Run experiments at once, `setting.workers` of them; outcomes in the order of `names`. The few there are to run
-    share the processes."""
+    """Run experiments at once, `setting.workers` of them; outcomes as they come. Where there are fewer experiments
+    than processes, each uses several."""
     together = [name for name in names if name not in _ALONE]
     if setting.workers <= 1 or len(together) <= 1:
         yield from (run_experiment(name, setting) for name in names)
         return
     inner = replace(setting, workers=max(1, setting.workers // len(together)))
-    begin = sorted(together, key=lambda name: _LONGEST_FIRST.index(name) if name in _LONGEST_FIRST else 99)
+    begin = sorted(together, key=lambda name: _LONGEST_FIRST.index(name) if name in _LONGEST_FIRST else -1)
     with ProcessPoolExecutor(min(setting.workers, len(together))) as pool:
-        pending = {name: pool.submit(run_experiment, name, inner) for name in begin}
-        for name in names:
-            if name in _ALONE:
-                wait(pending.values())
-                yield run_experiment(name, setting)
-            else:
-                yield pending[name].result()
+        for done in as_completed([pool.submit(run_experiment, name, inner) for name in begin]):
+            yield done.result()
+    yield from (run_experiment(name, setting) for name in names if name in _ALONE)

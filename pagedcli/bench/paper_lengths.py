@@ -100,9 +100,14 @@ where the paper's ShareGPT has 338). As Alpaca's, they are scaled to the paper's
 ratio of those to the fit's first rounds under the paper's filter (sum below 2,048). Later turns are scaled alike."""
 
 
+CHAT_SPEAKERS = (2, 3)
+"""Tokens of `human:` and `gpt:`, which stand before each turn of the artefact's chats but not in its first rounds."""
+
+
 def _scaled(turn: Turn) -> Turn:
-    query, answer = CHAT_FACTORS
-    return Turn(max(1, round(query * turn.query_len)), max(1, round(answer * turn.answer_len)))
+    query, answer = (max(1, round(factor * length)) + speaker for factor, length, speaker in
+                     zip(CHAT_FACTORS, (turn.query_len, turn.answer_len), CHAT_SPEAKERS, strict=True))
+    return Turn(query, answer)
 
 
 def chat_lengths(count: int, seed: int, new_conversation: float = NEW_CONVERSATION) -> list[tuple[int, int]]:
