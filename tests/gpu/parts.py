@@ -185,6 +185,13 @@ def moves() -> dict[str, Any]:
     return {**found, "ok": found["different"] == 0}
 
 
+def sampling() -> dict[str, Any]:
+    """Choosing on the GPU: as on the CPU but where rounding decides, whatever the batch."""
+    from tests.gpu.sampling import compare_sampling
+    found = compare_sampling()
+    return {**found, "ok": found["changed_by_neighbours"] == 0 and found["same_as_cpu"] >= found["rows"] - 3}
+
+
 def microbench() -> dict[str, Any]:
     """`pagedcli kernels` on this GPU: outputs and times against torch's attention, Figure 18a."""
     with tempfile.TemporaryDirectory() as folder:
@@ -227,7 +234,7 @@ def decode_step() -> dict[str, Any]:
 
 PARTS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
     "environment": (environment, 60), "streams": (streams, 60), "graphs": (graphs, 60), "moves": (moves, 60),
-    "engine": (engine, 120), "kernel_cases": (kernel_cases, 150), "decode_step": (decode_step, 120),
-    "bandwidth": (bandwidth, 90), "microbench": (microbench, 90),
+    "sampling": (sampling, 60), "engine": (engine, 120), "kernel_cases": (kernel_cases, 150),
+    "decode_step": (decode_step, 120), "bandwidth": (bandwidth, 90), "microbench": (microbench, 90),
 }
 """Name -> (part, seconds after which it is stopped), the most telling first. All of them take about half as long."""

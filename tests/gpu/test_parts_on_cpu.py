@@ -21,6 +21,7 @@ from tests.emulator.emulator import compiler
 from tests.execution.test_cuda_store import LateStream
 from tests.gpu import cache_speed, check, parts
 from tests.gpu.moves import random_moves
+from tests.gpu.sampling import compare_sampling
 
 SMALL = LayerSpec(4, 2, 32, 32, 0.1)
 
@@ -55,6 +56,11 @@ def test_rates_of_moves_are_of_bytes_read_and_written(monkeypatch: pytest.Monkey
     assert (written["kernel"], written["bytes"]) == ("reshape_and_cache", 5 * 2 * 32 * 2 * 2 * 2)
     assert (copied["kernel"], copied["bytes"]) == ("copy_blocks", 2 * (4 * 2 * 2 * 16 * 32 * 2) * 2)
     assert copied["share_of_copy"] == round(copied["bytes"] / 0.25 / 1e6, 3)
+
+
+def test_sampling_part_compares_every_row() -> None:
+    found = compare_sampling("cpu", 60, 3000)
+    assert (found["rows"], found["same_as_cpu"], found["changed_by_neighbours"]) == (60, 60, 0)
 
 
 def test_engine_part_compares_runs_and_wants_swaps() -> None:
@@ -117,7 +123,7 @@ ALLOWED = {"torch", "cupy", "numpy", "numba", "transformers", "typer", "rich", "
 def test_the_check_imports_only_what_it_says_it_needs() -> None:
     here = Path(check.__file__).parent
     files = [here / f"{name}.py" for name in ("cache_speed", "check", "checkout", "compile", "launch", "moves", "parts",
-                                               "speed")]
+                                               "sampling", "speed")]
     files += [here.parent / "emulator" / f"{name}.py"
               for name in ("cases", "emulator", "faults", "numbers", "problems")]
     for file in files:
