@@ -5,11 +5,7 @@
             + context * (1 + block overhead / block size) * KV bytes / bandwidth     decode attention
             + prompt attention FLOPs / throughput
             + sequences * (sequence + output head) + prompts * prompt + tokens * (token + exchange between devices)
-            + copies * copy
-    or, if that is more: swapped blocks * (block bytes / host bandwidth + 2 * layers * transfer)
-
-Blocks are swapped on a stream of their own: each layer waits for its own blocks only (as in the paper's system, whose
-attention waits for an event per layer), so that a step takes the longer of the two.
+            + copies * copy + swapped blocks * (block bytes / host bandwidth + 2 * layers * transfer)
 
 Everything is linear in the counts of a `StepLoad` but for the roofline, so a scheduler that keeps those counts as it
 goes along gets the time of a step without looking at a single sequence.
@@ -106,19 +102,15 @@ class CostModel:
         if load.prompts:
             seconds += self.pair * load.prompt_pairs + self.prompt * load.prompts
         if load.copies or load.swaps:
-            seconds += self.copy * load.copies
-            moving = self.swap * load.swaps
-            if moving > seconds:
-                return moving
+            seconds += self.copy * load.copies + self.swap * load.swaps
         return seconds
 
     def parts(self, load: StepLoad) -> dict[str, float]:
-        """`seconds` by term, for profiles. `swap`: what moving blocks takes beyond all else."""
-        parts = {
+        """`seconds` by term, for profiles."""
+        return {
             "overhead": self.step + self.sequence * (load.decodes + load.prompts) + self.token * load.tokens
             + self.prompt * load.prompts,
             "linear": max(self.linear * load.tokens, self.weights),
             "attention": self.key * load.context + self.pair * load.prompt_pairs,
-            "copies": self.copy * load.copies,
+            "copies": self.copy * load.copies, "swap": self.swap * load.swaps,
         }
-        return {**parts, "swap": max(0.0, self.swap * load.swaps - sum(parts.values()))}

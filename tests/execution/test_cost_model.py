@@ -35,14 +35,11 @@ def test_a_lone_decode_reads_the_weights_once() -> None:
     assert read == pytest.approx(1000 * 819_200 / 1e12)  # 800 KiB a token, paper section 3
 
 
-def test_blocks_are_swapped_beside_the_step() -> None:
-    """A few blocks cost nothing while the weights are read; many take their own time and no more."""
+def test_a_step_waits_for_its_swaps() -> None:
     model = CostModel(_hardware(), SHAPES["opt-13b"])
-    alone = model.seconds(StepLoad(decodes=1))
-    few, many = (StepLoad(decodes=1, swaps=int(share * alone / model.swap)) for share in (0.5, 3.0))
-    assert model.seconds(few) == alone
-    assert model.seconds(many) == pytest.approx(3 * alone, rel=0.2)
-    assert sum(model.parts(many).values()) == pytest.approx(model.seconds(many))
+    alone, moving = (model.seconds(StepLoad(decodes=1, swaps=blocks)) for blocks in (0, 30))
+    assert moving - alone == pytest.approx(30 * 16 * 819_200 / (1e10 * 0.5))  # half of the host link is reached
+    assert sum(model.parts(StepLoad(decodes=1, swaps=30)).values()) == pytest.approx(moving)
 
 
 def test_many_tokens_are_bound_by_arithmetic() -> None:
