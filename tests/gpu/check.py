@@ -41,7 +41,7 @@ def run_part(name: str, seconds: float) -> dict[str, Any]:
         with said.open("wb") as log:
             child = subprocess.Popen([sys.executable, "-m", "tests.gpu.check", "--part", name, "--out", str(out)],
                                      cwd=ROOT, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                                     start_new_session=True)
+                                     start_new_session=True, env=_surroundings())
             try:
                 status = child.wait(timeout=seconds)
             except subprocess.TimeoutExpired:
@@ -55,6 +55,12 @@ def run_part(name: str, seconds: float) -> dict[str, Any]:
             return {"ok": False, "fault": f"its process ended with {ended}", "said": _end(said)}
         found: dict[str, Any] = json.loads(out.read_text())
         return found
+
+
+def _surroundings() -> dict[str, str]:
+    """Compiled code goes under build/, since a home folder may be missing or read-only."""
+    kept = ROOT / "build" / "gpu-check"
+    return {"PAGEDCLI_CUDA_CACHE": str(kept / "cubins"), "NUMBA_CACHE_DIR": str(kept / "numba"), **os.environ}
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:

@@ -234,7 +234,7 @@ def decode_step() -> dict[str, Any]:
 
 PARTS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
     "environment": (environment, 60), "streams": (streams, 60), "graphs": (graphs, 60), "moves": (moves, 60),
-    "sampling": (sampling, 60), "engine": (engine, 120), "kernel_cases": (kernel_cases, 150),
+    "sampling": (sampling, 60), "engine": (engine, 150), "kernel_cases": (kernel_cases, 150),
     "decode_step": (decode_step, 120), "bandwidth": (bandwidth, 90), "microbench": (microbench, 90),
 }
 """Name -> (part, seconds after which it is stopped), the most telling first. All of them take about half as long."""
