@@ -46,7 +46,8 @@ clean:
 
 # -- measurements and long checks against real weights -----------------------------------------------------------------
 
-# All 216 cells on the real model's first two layers, then a cut of 14 (every pair of settings) on the whole model.
+# All 216 cells on the real model's first two layers, then a cut of 14 (every pair of settings) on the whole model, in both
+# formats. About half an hour on two quiet cores, by an estimate from single cells; hours on a busy machine.
 same-bits: setup
 	$(RUN) -m tests.acceptance.same_bits --full --layers 2
 	$(RUN) -m tests.acceptance.same_bits
