@@ -169,6 +169,11 @@ FREE: Mapping[str, tuple[float, float]] = {
 FIXED = Coefficients(attention_efficiency=0.4, layer_seconds=0.0, token_seconds=0.0, allreduce_seconds=2e-5)
 """What a per-request trace says too little about."""
 
+POOL_SCANS: tuple[tuple[float, int], ...] = ((0.35, 15), (0.05, 11))
+"""Pools tried when their size is not known: how far from the present one at most, and how many; a fit after each."""
+POOL_GAIN = 1e-3
+"""Mean error that another pool must save; a pool that never fills says nothing of its size."""
+
 PRIOR = 1e-3
 """Pull towards START per unit of log squared: a few percent of error for a coefficient off by a factor of e."""
 
@@ -177,7 +182,8 @@ PRIOR = 1e-3
 class Calibration:
     """A fit and what it was judged by. `measured`, `simulated`: the sixteen figures of the requests fitted on.
 
-    `held_out`: the same for requests that the fit did not see (None when it saw all). `run` replays the whole trace.
+    `held_out`: the same for requests that the fit did not see (None when it saw all). `run` replays the whole trace in
+    a pool of `blocks`.
     """
 
     coefficients: Coefficients
@@ -185,6 +191,7 @@ class Calibration:
     simulated: Mapping[str, float]
     held_out: tuple[Mapping[str, float], Mapping[str, float]] | None
     run: RunResult
+    blocks: int
 
     @property
     def error(self) -> float:
@@ -207,29 +214,47 @@ class Calibration:
 
 
 def fit_trace(trace: Trace, deployment: Deployment, config: RunConfig, *, train: int | None = None,
-              rounds: int = 8) -> Calibration:
+              rounds: int = 8, seek_pool: bool = False) -> Calibration:
     """Fit coefficients to the first `train` requests of a trace (None: all of it) and judge them on the others.
 
     All requests arrive in the simulation either way; only the latencies of the first `train` are looked at.
+    `seek_pool`: the server's number of blocks is not known, so it is looked for too, from the deployment's on.
     """
     keep = slice(0, train)
     measured = statistics(trace.latencies(keep))
 
-    def run_with(values: Mapping[str, float]) -> RunResult:
+    def run_with(values: Mapping[str, float], blocks: int) -> RunResult:
         hardware = replace(deployment.hardware, coefficients=replace(FIXED, **values), engines={})
-        return replay_trace(trace, config, replace(deployment, hardware=hardware))
+        return replay_trace(trace, config, replace(deployment, hardware=hardware, num_blocks=blocks))
 
-    def residuals(values: Mapping[str, float]) -> Floats:
-        simulated = statistics(run_latencies(run_with(values), keep))
-        return np.array([math.log(max(simulated[name], 1e-9) / value) for name, value in measured.items()])
+    def fit(blocks: int) -> dict[str, float]:
+        def residuals(values: Mapping[str, float]) -> Floats:
+            simulated = statistics(run_latencies(run_with(values, blocks), keep))
+            return np.array([math.log(max(simulated[name], 1e-9) / value) for name, value in measured.items()])
 
-    found = fit_positive(residuals, START, FREE, prior=PRIOR, rounds=rounds, step=0.03)
-    run = run_with(found)
+        return fit_positive(residuals, START, FREE, prior=PRIOR, rounds=rounds, step=0.03)
+
+    def error(values: Mapping[str, float], blocks: int) -> float:
+        try:
+            return mean_error(measured, statistics(run_latencies(run_with(values, blocks), keep)))
+        except UsageError:  # a request does not fit so small a pool, so the server's was larger
+            return math.inf
+
+    blocks = deployment.blocks
+    found = fit(blocks)
+    for reach, points in POOL_SCANS if seek_pool else ():
+        tried = {size: error(found, size) for size in
+                 (max(round(blocks * (1 + share)), 1) for share in np.linspace(-reach, reach, points))}
+        best = min(tried, key=lambda size: tried[size])
+        if tried[best] < error(found, blocks) - POOL_GAIN:
+            blocks = best
+            found = fit(blocks)
+    run = run_with(found, blocks)
     held_out = None
     if train is not None and train < len(trace):
         rest = slice(train, None)
         held_out = statistics(trace.latencies(rest)), statistics(run_latencies(run, rest))
-    return Calibration(replace(FIXED, **found), measured, statistics(run_latencies(run, keep)), held_out, run)
+    return Calibration(replace(FIXED, **found), measured, statistics(run_latencies(run, keep)), held_out, run, blocks)
 
 
 def calibrated_hardware(hardware: Hardware, name: str, result: Calibration, trace: Trace,

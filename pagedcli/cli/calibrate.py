@@ -29,8 +29,8 @@ def calibrate(
     hardware: Annotated[str, typer.Option(help="Device that the trace was measured on.")] = "rtx4090",
     model: Annotated[str, typer.Option(help="Model that the trace was measured with.")] = "llama3-8b",
     tensor_parallel_size: Annotated[int, typer.Option(help="Devices that shared each layer.")] = 1,
-    num_kv_blocks: Annotated[int | None, typer.Option(help="Blocks of the measured server's pool. Default: what the "
-                                                      "device has room for (90 % of its memory).")] = None,
+    num_kv_blocks: Annotated[int | None, typer.Option(help="Blocks of the measured server's pool (its log has it). "
+                                                      "Default: fitted too.")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens a KV block.")] = 16,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of a step on the server.")] = 2048,
     max_num_seqs: Annotated[int, typer.Option(help="Most sequences at once on the server.")] = 256,
@@ -63,15 +63,16 @@ def calibrate(
     deployment = replace(deployment, num_blocks=deployment.blocks)
     config = vllm_config(max_num_batched_tokens, max_num_seqs)
     count = train if train is not None else max(len(measured) // _TRAIN_SHARE, 1)
-    whole = fit_trace(measured, deployment, config)
-    part = fit_trace(measured, deployment, config, train=count)
-    _print_fit(whole, part, count, len(measured), deployment.blocks)
-    entry = calibrated_hardware(device, output.stem, whole, measured, num_kv_blocks)
+    seek = num_kv_blocks is None
+    whole = fit_trace(measured, deployment, config, seek_pool=seek)
+    part = fit_trace(measured, deployment, config, train=count, seek_pool=seek)
+    _print_fit(whole, part, count, len(measured), fitted_pool=seek)
+    entry = calibrated_hardware(device, output.stem, whole, measured, whole.blocks)
     output.write_text(hardware_toml(entry, f"Written by `pagedcli calibrate`; {entry.calibrated}."), "utf-8")
     typer.echo(f"wrote {output}: use it with --simulate {output}")
 
 
-def _print_fit(whole: Calibration, part: Calibration, count: int, total: int, blocks: int) -> None:
+def _print_fit(whole: Calibration, part: Calibration, count: int, total: int, *, fitted_pool: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -95,7 +96,8 @@ def _print_fit(whole: Calibration, part: Calibration, count: int, total: int, bl
     console.print(f"mean absolute error, fitted on all {total}: {whole.error:.2%}")
     console.print(f"mean absolute error, fitted on the first {count}, judged on the other {total - count}: "
                   f"{part.held_out_error:.2%}")
-    console.print(f"preemptions: {whole.preemptions}; KV pool of {blocks} blocks: {mean:.1%} held on average, "
+    pool = f"{whole.blocks} blocks" + (f" (fitted; {part.blocks} by the first {count})" if fitted_pool else "")
+    console.print(f"preemptions: {whole.preemptions}; KV pool of {pool}: {mean:.1%} held on average, "
                   f"{most:.1%} at most")
     for name, value in whole.coefficients.as_dict().items():
         console.print(f"  {name} = {value:.6g}")

@@ -140,14 +140,18 @@ class KVStore:
 
     def swap_out(self, moves: Moves) -> None:
         """Copy (device block, host block) pairs to host memory in one transfer."""
-        if moves:
+        if moves and not self.pool.is_cuda:
+            _copy_rows(self._host_pool(), self.pool, moves)
+        elif moves:
             source, target = self._indices(moves, self.pool.device)
             host = _bits(self._host_pool())
             host.index_copy_(0, target.to(host.device), _bits(self.pool).index_select(0, source).to(host.device))
 
     def swap_in(self, moves: Moves) -> None:
         """Copy (host block, device block) pairs back in one transfer."""
-        if moves:
+        if moves and not self.pool.is_cuda:
+            _copy_rows(self.pool, self._host_pool(), moves)
+        elif moves:
             host = _bits(self._host_pool())
             source, target = self._indices(moves, host.device)
             raw = _bits(self.pool)
@@ -193,6 +197,13 @@ def lazy_zeros(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         with suppress(OSError):  # not every kernel has huge pages; they only save time
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
+
+
+def _copy_rows(target: torch.Tensor, source: torch.Tensor, moves: Moves) -> None:
+    """target[b] = source[a] for each (a, b), both in host memory: one pass, where a gather and a scatter are two."""
+    there, here = _bits(target).numpy(), _bits(source).numpy()
+    for a, b in moves:
+        there[b] = here[a]
 
 
 def _bits(pool: torch.Tensor) -> torch.Tensor:
