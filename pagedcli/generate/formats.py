@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from typing import Any
+
 from pagedcli.core.errors import RequestError
 from pagedcli.core.sequence import SequenceGroup
 from pagedcli.generate import native, openai
 from pagedcli.generate.encoding import Line, encode
 from pagedcli.generate.row import Row, decode_object
+from pagedcli.generate.row_ids import id_of, is_openai, lenient_fields
 from pagedcli.generate.source import RawRow
 from pagedcli.generate.tokens import TextCodec
 
@@ -14,21 +19,41 @@ from pagedcli.generate.tokens import TextCodec
 def parse_row(raw: RawRow, first_line: int | None = None) -> Row:
     """Read one line. Never raises for what the line holds: a fault is in `row.error`.
 
-    `first_line`: line of an earlier row with the same id, which makes this row a fault.
+    `first_line`: line of the row that has the id which this row says, which makes this row a fault without an id.
     """
     row = Row(raw.index, raw.line)
     try:
-        fields = decode_object(raw.data)
-        if openai.is_openai(fields):
+        fields = _fields(row, raw.data)
+        if row.form.openai:
             openai.parse(row, fields)
         else:
             native.parse(row, fields)
         if first_line is not None:
-            raise RequestError("duplicate_id", f"id {row.id!r} on line {row.line} was already used on line "
-                               f"{first_line}; ids must be unique, and a row without one has its row number (from 0)")
+            said = json.dumps(row.id, ensure_ascii=False)
+            raise RequestError("duplicate_id", f"id {said} on line {row.line} is that of line {first_line}: ids must "
+                               "be unique, and a row that says none has its row number (from 0); use other ids, such "
+                               "as strings")
     except RequestError as fault:
         row.fail(fault.code, fault.message)
+    if first_line is not None:
+        row.id = None
     return row
+
+
+def _fields(row: Row, data: bytes) -> Mapping[str, Any]:
+    """The fields of a line, with the row's id and form set from them. Raises RequestError for a line that is refused,
+    whose id and form are then set as far as they can be read."""
+    known: Mapping[str, Any] | None = None
+    try:
+        known = decode_object(data)
+        return known
+    except RequestError:
+        known = lenient_fields(data)
+        raise
+    finally:
+        row.id, _ = id_of(known, row.index)
+        if known is not None and is_openai(known):
+            row.form = openai.form_of(known)
 
 
 def render_result(row: Row, group: SequenceGroup, codec: TextCodec | None, model: str) -> Line:

@@ -11,8 +11,8 @@ from pagedcli.core.errors import RequestError
 from pagedcli.core.sequence import Sequence, SequenceGroup
 from pagedcli.generate.encoding import Lazy
 from pagedcli.generate.row import Row, unknown_field, wrong_type
+from pagedcli.generate.row_ids import is_row_id
 from pagedcli.generate.sampling import SAMPLING_FIELDS
-from pagedcli.generate.source import is_row_id
 from pagedcli.generate.tokens import TextCodec
 
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
@@ -23,10 +23,8 @@ _PARTS = "use text; images, sound and video cannot be read by a text model"
 def parse(row: Row, fields: Mapping[str, Any]) -> None:
     """Fill `row` from a native row. Raises RequestError at the first fault; what was read before it stays."""
     found = fields.get("id")
-    if found is not None:
-        if not is_row_id(found):
-            raise wrong_type("id", found, "a string or an integer")
-        row.id = found
+    if found is not None and not is_row_id(found):
+        raise wrong_type("id", found, "a string or an integer")
     for name, value in fields.items():
         if name in SAMPLING_FIELDS:
             if value is not None:

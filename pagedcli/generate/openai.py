@@ -17,8 +17,8 @@ from pagedcli.core.sequence import Sequence, SequenceGroup, TokenChoice
 from pagedcli.generate import native
 from pagedcli.generate.encoding import Lazy
 from pagedcli.generate.row import Form, Row, describe, unknown_field, wrong_type
+from pagedcli.generate.row_ids import is_row_id
 from pagedcli.generate.sampling import SAMPLING_FIELDS
-from pagedcli.generate.source import is_row_id
 from pagedcli.generate.tokens import TextCodec
 
 ENVELOPE = ("custom_id", "method", "url", "body")
@@ -31,18 +31,16 @@ _NEVER = -9999.0
 """What OpenAI writes for the log probability of a token that cannot occur."""
 
 
-def is_openai(fields: Mapping[str, Any]) -> bool:
-    """Whether a row is meant as an OpenAI batch request."""
-    return "custom_id" in fields or ("body" in fields and "url" in fields)
+def form_of(fields: Mapping[str, Any]) -> Form:
+    """The form of a batch request, chat where its url says neither."""
+    return Form.COMPLETION if fields.get("url") == Form.COMPLETION.value else Form.CHAT
 
 
 def parse(row: Row, fields: Mapping[str, Any]) -> None:
     """Fill `row` from a batch request. Raises RequestError at the first fault; what was read before it stays."""
-    row.form = Form.COMPLETION if fields.get("url") == Form.COMPLETION.value else Form.CHAT
     custom_id = fields.get("custom_id")
     if not isinstance(custom_id, str) or not is_row_id(custom_id):
         raise wrong_type("custom_id", custom_id, "a string")
-    row.id = custom_id
     for name in fields:
         if name not in ENVELOPE:
             raise unknown_field(name, ENVELOPE, " beside custom_id")

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from pagedcli.core.errors import RequestError
-from pagedcli.generate.source import MAX_ROW_BYTES, RowId
+from pagedcli.generate.row_ids import MAX_ROW_BYTES, RowId
 
 MAX_MESSAGE = 600
 """Characters of a row's error message; a longer one is cut in the middle."""
@@ -31,6 +31,7 @@ class Form(Enum):
 class Row:
     """One row of input. Exactly one of `text`, `ids` and `messages` is set once it has been parsed without a fault.
 
+    `id` is None for a row that has none (`row_ids`).
     `error` is (code, message) of the first fault. `settings` are the sampling fields that the row sets itself.
     `shared`: leading prompt tokens that earlier rows have too (`prefix_window`); None when nobody asked.
     """
@@ -41,7 +42,7 @@ class Row:
     def __init__(self, index: int, line: int) -> None:
         self.index = index
         self.line = line
-        self.id: RowId = index
+        self.id: RowId | None = index
         self.form = Form.NATIVE
         self.text: str | None = None
         self.ids: list[int] | None = None

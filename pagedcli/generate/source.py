@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -16,9 +15,7 @@ import numpy as np
 
 from pagedcli.core.errors import CannotRunError, UsageError
 from pagedcli.generate.remote import is_url, open_url
-
-MAX_ROW_BYTES = 64 << 20
-"""Longest line that is read as a row, in bytes; a longer one becomes an error row."""
+from pagedcli.generate.row_ids import MAX_ROW_BYTES, RowId, id_of, lenient_fields
 
 _BUFFER = 1 << 20
 _BLANK = b" \t\r\n"
@@ -27,8 +24,6 @@ _FOREIGN = (
     (b"\xff\xfe", "UTF-16 or UTF-32 text"), (b"\xfe\xff", "UTF-16 text"), (b"\x1f\x8b", "gzip data"),
     (b"PAR1", "a Parquet file"), (b"PK\x03\x04", "a zip archive"), (b"\x28\xb5\x2f\xfd", "zstd data"),
 )
-
-RowId = int | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +40,7 @@ class RawRow:
 class Scan:
     """What the first pass found. `digest` is a hash of the lines read, whatever the file's name or date.
 
-    `repeated` holds, in file order, the rows whose id an earlier row has, and `first_lines` the line of that row.
+    `repeated` holds, in file order, the rows that say an id which another row has, and `first_lines` that row's line.
     """
 
     rows: int
@@ -55,7 +50,7 @@ class Scan:
     first_lines: array[int]
 
     def first_line_of(self, index: int) -> int | None:
-        """Line of the earlier row with the same id, or None."""
+        """Line of the row that has the id which this row says, or None where it is its own."""
         place = int(np.searchsorted(np.asarray(self.repeated), index))
         if place < len(self.repeated) and self.repeated[place] == index:
             return self.first_lines[place]
@@ -114,7 +109,7 @@ class InputRows:
     def scan(self) -> Scan:
         """The first pass: count and hash the rows, and find repeated ids.
 
-        Holds 8 bytes a row, plus the repeated ids themselves. Rows without an id have their number as id.
+        Holds 8 bytes a row, plus the repeated ids themselves. Which row has an id: see `row_ids`.
         """
         digest = hashlib.blake2b(digest_size=16)
         hashes = array("q")
@@ -125,8 +120,8 @@ class InputRows:
             size += len(data)
             digest.update(b"%d:" % row.line)
             digest.update(data)
-            found = row_id(data)
-            given = given or found is not None
+            found, said = id_of(lenient_fields(data), row.index) if _may_say_id(data) else (row.index, False)
+            given = given or said
             hashes.append(hash(row.index if found is None else found))
             undecodable += not _is_utf8(data)
         if undecodable and undecodable == len(hashes):
@@ -140,20 +135,22 @@ class InputRows:
         view = np.frombuffer(hashes, dtype=np.int64)
         ordered = np.sort(view)
         candidates = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
-        repeated, first_lines = array("q"), array("q")
-        if not candidates:
-            return repeated, first_lines
-        first: dict[RowId, int] = {}
-        for row in self:
+        repeated: dict[int, int] = {}
+        owners: dict[RowId, tuple[int, int]] = {}  # (index, line) of the row that has an id so far
+        for row in self if candidates else ():
             if hashes[row.index] not in candidates:
                 continue
-            found = row_id(row.data)
-            key = row.index if found is None else found
-            line = first.setdefault(key, row.line)
-            if line != row.line:
-                repeated.append(row.index)
-                first_lines.append(line)
-        return repeated, first_lines
+            found, said = id_of(lenient_fields(row.data), row.index)
+            if found is None:
+                continue
+            owner = owners.get(found)
+            if owner is None or not said:
+                owners[found] = row.index, row.line
+            if owner is not None:
+                refused, line = (row.index, owner[1]) if said else (owner[0], row.line)
+                repeated[refused] = line
+        places = sorted(repeated)
+        return array("q", places), array("q", [repeated[place] for place in places])
 
     def _head(self) -> bytes:
         try:
@@ -182,29 +179,9 @@ class InputRows:
                                  "unreadable_input") from fault
 
 
-def row_id(data: bytes) -> RowId | None:
-    """The explicit id of a row, or None for none or an unusable one. Most rows without are told apart unparsed."""
-    if b'id"' not in data and b"\\u" not in data:
-        return None
-    try:
-        row = json.loads(data.decode(), strict=False)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(row, dict):
-        return None
-    found = row.get("custom_id", row.get("id"))
-    return found if is_row_id(found) else None
-
-
-def is_row_id(value: object) -> bool:
-    """Whether a JSON value can be a row's id: a string of valid characters, or an integer."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return False
-        return True
-    return isinstance(value, int) and not isinstance(value, bool)
+def _may_say_id(data: bytes) -> bool:
+    """False for most rows that say no id, without reading them as JSON."""
+    return b'id"' in data or b"\\u" in data
 
 
 def _is_utf8(data: bytes) -> bool:

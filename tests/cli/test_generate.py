@@ -70,6 +70,14 @@ def test_duplicate_ids(console: Console) -> None:  # report 5
     assert "line 2" in rows[1]["error"]["message"] and "line 1" in rows[1]["error"]["message"]
 
 
+def test_an_id_in_the_output_is_one_rows(console: Console) -> None:
+    _, rows = console.generate(b'{"id":1,"prompt":"x"}\nnot json\n{"prompt":"y"}\n{"id":4,"prompt":"z"}\n'
+                               b'{"prompt":"w"}\n{"id":"a","prompt":"v"}\n{"id":"a","prompt":"u"}\n')
+    assert [row["id"] for row in rows] == [1, None, 2, None, 4, "a", None]
+    assert codes(rows) == [None, "invalid_json", None, "duplicate_id", None, None, "duplicate_id"]
+    assert [row["index"] for row in rows] == list(range(7)) and "id 4 on line 4" in rows[3]["error"]["message"]
+
+
 def test_line_separators_inside_strings(console: Console) -> None:  # report 6
     texts = ["a\u2028b", "a\u0085b", "a\x0cb"]
     console.options["answer"] = "x\u2028y\u0085z"

@@ -11,6 +11,7 @@ from pagedcli.core.errors import RequestError, UsageError
 from pagedcli.core.request import SamplingParams
 from pagedcli.generate.formats import parse_row, render_failure
 from pagedcli.generate.row import MAX_MESSAGE, Form, Row
+from pagedcli.generate.row_ids import id_of, lenient_fields
 from pagedcli.generate.sampling import SamplingDefaults
 from pagedcli.generate.source import RawRow
 from pagedcli.generate.tokens import TextCodec, Tokeniser
@@ -135,7 +136,36 @@ def test_good_rows() -> None:
 def test_duplicate_names_both_lines() -> None:
     row = parse({"prompt": "a", "id": "x"}, first_line=2)
     assert row.error is not None and row.error[0] == "duplicate_id"
-    assert "line 9" in row.error[1] and "line 2" in row.error[1] and "'x'" in row.error[1]
+    assert "line 9" in row.error[1] and "line 2" in row.error[1] and '"x"' in row.error[1]
+    assert row.id is None, "the id is the other row's"
+
+
+@pytest.mark.parametrize(("data", "found"), [
+    (b"not json", None), (b"[1]", None), (b'{"id": 5, "prompt": "a', None), (b'{"id": 5, "prompt": a b}', None),
+    (b'{"id": 5, "prompt": "\\ud83d"}', 5), (b'{"prompt": "\\ud83d"}', 4), (b'{"id": "\\ud83d", "prompt": "a"}', None),
+    (b'{"id": 5, "prompt": "\xff"}', 5), (b'{"prompt": "\xff"}', 4), (b'{"id": "\xff", "prompt": "a"}', None),
+    (b'{"prompt": "a", "top_p": NaN, "id": "x, \\"y\\""}', 'x, "y"'),
+    (b'{"id": "x", "prompt": "a", "prompt": "b"}', "x"), (b'{"id": 1, "prompt": "b", "id": 2}', None),
+    (b'{"id": 1, "prompt": "b", "\\u0069d": 2}', None), (b'{"id": "x", "metadata": {"id": 3, "id": 4}}', "x"),
+    (b'{"metadata": ' + b'{"x":' * 3000 + b'{"id": 1}' + b"}" * 3000 + b', "id": 7}', 7),
+    (b'{"seed": ' + b"1" * 5000 + b', "id": 7}', 7), (b'{"id": ' + b"1" * 5000 + b', "prompt": "a"}', None),
+    ({"id": 5}, 5), ({"id": 1.5, "prompt": "a"}, None), ({"prompt": 7}, 4), ({"id": None, "prompt": 7}, 4),
+])
+def test_a_row_with_a_fault_keeps_the_id_that_can_be_read(data: Any, found: int | str | None) -> None:
+    row = parse(data)
+    assert row.error is not None
+    rendered = render_failure(row)
+    assert isinstance(rendered, bytes)
+    record = json.loads(rendered)
+    assert (record["id"], record["index"]) == (found, 4)
+    # The first pass over the file must come to the same: only then is every id one row's.
+    raw = data if isinstance(data, bytes) else json.dumps(data).encode()
+    assert id_of(lenient_fields(raw), 4)[0] == found
+
+
+def test_a_batch_request_with_a_fault_in_its_line_is_answered_as_one() -> None:
+    row = parse(b'{"custom_id": "q", "url": "/v1/completions", "body": {"prompt": "\\ud83d"}}')
+    assert row.error is not None and (row.error[0], row.form, row.id) == ("lone_surrogate", Form.COMPLETION, "q")
 
 
 def test_row_fields_win_over_the_jobs() -> None:

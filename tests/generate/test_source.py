@@ -64,6 +64,16 @@ def test_an_id_equal_to_another_rows_number_is_repeated() -> None:
     assert [scan.first_line_of(index) for index in range(3)] == [None, 1, None]
 
 
+def test_the_row_that_says_a_number_is_refused_wherever_it_stands() -> None:
+    scan = read(lines({"id": 4}, {"prompt": "1"}, {"id": 4}, {"id": "4"}, {"prompt": "4"}, {"id": 4}, {"id": 9})).scan()
+    assert [scan.first_line_of(index) for index in range(7)] == [5, None, 1, None, None, 5, None]
+
+
+def test_a_line_that_cannot_be_read_has_no_number_to_take() -> None:
+    scan = read(b'{"id": 1}\nnot json\n{"prompt": "y"}\n{"id": 3, "x": NaN}\n{"id": 3}\n').scan()
+    assert [scan.first_line_of(index) for index in range(5)] == [None, None, None, None, 4]
+
+
 def test_equal_hashes_are_compared_exactly() -> None:
     assert hash(-1) == hash(-2)
     assert not read(lines({"prompt": "0", "id": -1}, {"prompt": "1", "id": -2})).scan().repeated
