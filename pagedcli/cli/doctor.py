@@ -144,9 +144,12 @@ def _memory() -> tuple[bool, str]:
 
 def _model(name: str) -> Finding:
     try:
+        from pagedcli.execution.gguf_cache import check_conversion
         from pagedcli.execution.model_hub import resolve_model
 
         source = resolve_model(ModelConfig(model=name), lambda line: typer.echo(line, err=True))
+        if source.folder is not None:
+            check_conversion(source.folder)
         return Finding("model", True, f"{name} found at {source.folder or 'no folder (a shape for simulation)'}",
                        needed=True)
     except PagedError as fault:

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from pagedcli.core.errors import CannotRunError
+from pagedcli.execution.seals import SEAL, broken, seal
 
-FORMAT = 1
+FORMAT = 2
 """Raise it when a converted folder's content changes, so that older ones are made anew."""
 
 SAMPLE_BYTES = 1 << 20
+QUICK_BYTES = 16 << 20
+"""Files up to here are read at every start to see that they are whole; weights when they are loaded (see seals)."""
 
 
 def cache_dir() -> Path:
@@ -57,18 +60,22 @@ def converted_folder(file: Path, say: Callable[[str], None]) -> tuple[Path, bool
                                      "bad_model_file")
         parent = cache_dir() / "models"
         target = parent / f"{file.stem}-{file_identity(file)}"
-        if target.is_dir():
+        if _whole(target):
             return target, False
         parent.mkdir(parents=True, exist_ok=True)
         with _locked(parent / f"{target.name}.lock"):
-            if target.is_dir():
+            if _whole(target):
                 return target, False
+            if target.is_dir():
+                say(f"{target} is damaged ({broken(target, QUICK_BYTES)}) and is made anew")
+                shutil.rmtree(target)
             for stale in parent.glob(f".{target.name}.*.tmp"):
                 shutil.rmtree(stale, ignore_errors=True)  # left by a process that was killed while it held the lock
             say(f"converting {file.name} (once; kept in {target})")
             scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=parent))
             try:
                 _convert(file, scratch)
+                seal(scratch)
                 scratch.chmod(0o755)
                 os.rename(scratch, target)
             finally:
@@ -77,6 +84,18 @@ def converted_folder(file: Path, say: Callable[[str], None]) -> tuple[Path, bool
         raise CannotRunError(f"cannot convert {file}: {fault}. The converted model needs room in {cache_dir()}; "
                              "PAGEDCLI_CACHE names another folder", "cache_unusable") from fault
     return target, True
+
+
+def _whole(folder: Path) -> bool:
+    """Whether a conversion is there and, as far as a start can look, as it was written."""
+    return folder.is_dir() and broken(folder, QUICK_BYTES) is None
+
+
+def check_conversion(folder: Path) -> None:
+    """Before weights are read: CannotRunError when they are not as they were written. Other folders have no seal."""
+    if (folder / SEAL).is_file() and (fault := broken(folder)) is not None:
+        raise CannotRunError(f"the converted model in {folder} is damaged: {fault}. Delete that folder and run again: "
+                             "it is then made anew from the GGUF file", "bad_model_file")
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from pagedcli.execution.decoder import Decoder
 from pagedcli.execution.device_path import DevicePath, LargestStep, device_path
 from pagedcli.execution.families import position_limit
 from pagedcli.execution.fused_decoder import FusedDecoder, unfusable
+from pagedcli.execution.gguf_cache import check_conversion
 from pagedcli.execution.interface import ExecutorInfo, ExecutorLimits
 from pagedcli.execution.kv_store import PoolSize, Room, dtype_name, kv_dtype, size_pool
 from pagedcli.execution.linear_kernels import lacks
@@ -130,6 +131,8 @@ class _Maker:
         trust = self.model.trust_remote_code
         config = load_config(self.source, trust_remote_code=trust)
         position_limit(config.to_dict(), self.model.max_model_len)  # refuses before weights are read
+        if self.source.folder is not None:
+            check_conversion(self.source.folder)
         first = self.device if self.split is None else torch.device("cpu")  # a whole model may not fit one device
         decoder = load_decoder(self.source, config, self.dtype, first, trust_remote_code=trust, seed=self.model.seed)
         with torch.inference_mode():

@@ -25,8 +25,9 @@ from pagedcli.execution.gguf_cache import cache_dir
 from pagedcli.execution.kv_store import TORCH_DTYPES, dtype_name, lazy_zeros
 from pagedcli.execution.model_hub import ModelSource
 from pagedcli.execution.native_weights import NativeWeights, rebuild, tensors
+from pagedcli.execution.seals import file_sum, word_sum
 
-FORMAT = 1
+FORMAT = 2
 """Raise it when the packing or what a copy holds changes."""
 LEAST_BYTES, MOST_BYTES = 64 << 20, 4 << 30
 """Packed weights worth a copy: smaller ones load in no time, larger ones would fill a disk unasked."""
@@ -82,7 +83,7 @@ def find_copy(source: ModelSource, dtype: torch.dtype) -> PackedCopy | None:
         return None
     try:
         facts = json.loads((folder / "facts.json").read_text("utf-8"))
-        found = _read(folder / "weights.bin", facts["tensors"])
+        found = _read(folder / "weights.bin", facts["tensors"], facts["sum"])
         return PackedCopy(folder, rebuild(facts, found), found["judged"], facts["config"])
     except (OSError, ValueError, KeyError, TypeError):  # cut short, or made by something else: it is made anew
         drop_copy(folder)
@@ -111,7 +112,7 @@ def keep_copy(source: ModelSource, config: Mapping[str, Any], weights: NativeWei
         try:
             table = _write(scratch / "weights.bin", parts)
             facts = {"specs": [asdict(spec) for spec in weights.specs], "config": dict(config), "tensors": table,
-                     **{name: getattr(weights, name) for name in NUMBERS}}
+                     "sum": file_sum(scratch / "weights.bin"), **{name: getattr(weights, name) for name in NUMBERS}}
             (scratch / "facts.json").write_text(json.dumps(facts), "utf-8")
             scratch.chmod(0o755)
             for old in parent.glob(f"{_family(source, weights.dtype)}*"):
@@ -153,8 +154,8 @@ def _write(file: Path, parts: list[tuple[str, torch.Tensor]]) -> list[list[Any]]
     return table
 
 
-def _read(file: Path, table: list[list[Any]]) -> dict[str, torch.Tensor]:
-    """The tensors as views of one run of memory in large pages. OSError when the file is shorter than they are."""
+def _read(file: Path, table: list[list[Any]], expected: int) -> dict[str, torch.Tensor]:
+    """The tensors as views of one run of memory in large pages. OSError when the file is not as it was written."""
     total = file.stat().st_size
     memory = lazy_zeros((1, total), torch.uint8)[0]
     view, done = memory.numpy().data, 0
@@ -164,6 +165,8 @@ def _read(file: Path, table: list[list[Any]]) -> dict[str, torch.Tensor]:
             if not count:
                 raise OSError(f"{file} was cut short while it was read")
             done += count
+    if word_sum(memory.numpy()) != expected:
+        raise OSError(f"{file} holds other bytes than were written")
     found = {}
     for name, kind, shape, offset in table:
         dtype = TORCH_DTYPES[kind]

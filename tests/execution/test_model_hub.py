@@ -230,6 +230,26 @@ def test_two_processes_convert_once_and_a_killed_one_leaves_nothing_behind(tmp_p
     assert gguf_cache.file_identity(file) not in folder.name
 
 
+def test_a_damaged_conversion_is_made_anew_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def convert(file: Path, out: Path) -> None:
+        (out / "config.json").write_text("{}")
+        (out / "model.safetensors").write_bytes(bytes(1000))
+
+    monkeypatch.setattr(gguf_cache, "_convert", convert)
+    file, said = tmp_path / "model.gguf", list[str]()
+    file.write_bytes(b"GGUF" + b"\0" * 100)
+    folder, _ = gguf_cache.converted_folder(file, said.append)
+    (folder / "config.json").write_text("[")
+    assert gguf_cache.converted_folder(file, said.append) == (folder, True)
+    assert "damaged (config.json has 1 bytes, not 2)" in said[1] and (folder / "config.json").read_text() == "{}"
+    monkeypatch.setattr(gguf_cache, "QUICK_BYTES", 100)  # as if 1,000 bytes were too many to look at at every start
+    (folder / "model.safetensors").write_bytes(b"x" + bytes(999))
+    assert gguf_cache.converted_folder(file, said.append) == (folder, False)
+    with pytest.raises(CannotRunError, match=r"damaged: model\.safetensors holds other bytes .* Delete that folder"):
+        gguf_cache.check_conversion(folder)
+    gguf_cache.check_conversion(tmp_path)  # a model of the user's own has no seal
+
+
 def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert gguf_cache.cache_dir() == tmp_path / "cache"
     monkeypatch.delenv("PAGEDCLI_CACHE")
