@@ -137,7 +137,7 @@ def run(environment: Environment, plan: Plan, input_path: str) -> Summary:
     from pagedcli.generate.journal import Journal
     from pagedcli.generate.sampling import SamplingDefaults
     from pagedcli.generate.source import InputRows
-    from pagedcli.generate.summary import fault_note
+    from pagedcli.generate.summary import fault_note, models_note
 
     watch = Stopwatch(environment)
     defaults = SamplingDefaults(plan.sampling)
@@ -151,8 +151,8 @@ def run(environment: Environment, plan: Plan, input_path: str) -> Summary:
             if journal.resumed and not plan.quiet:
                 environment.say(f"going on with {path}: {journal.resumed} of {scan.rows} rows are done")
             summary = _serve(environment, plan, source, scan, journal, defaults, watch)
-            note = fault_note(journal)
-    return summary if note is None else replace(summary, notes=(note, *summary.notes))
+            notes = fault_note(journal), models_note(scan, summary.signature.get("model", plan.config.model.model))
+    return replace(summary, notes=(*(note for note in notes if note is not None), *summary.notes))
 
 
 def _serve(environment: Environment, plan: Plan, source: InputRows, scan: Scan, journal: Journal,

@@ -146,11 +146,26 @@ class SamplingParams:
                 raise invalid("n", self.n, f"at most beam_width = {self.width} in beam search")
             if self.best_of is not None:
                 raise invalid("best_of", self.best_of, "left out in beam search (use beam_width)")
+            self._check_nothing_is_drawn()
         elif self.beam_width is not None:
             raise invalid("beam_width", self.beam_width, "used with use_beam_search = true")
         elif self.greedy and self.samples > 1:
             raise invalid("n" if self.n > 1 else "best_of", self.samples,
                           "1 when temperature is 0 (greedy gives one output); set temperature above 0")
+
+    def _check_nothing_is_drawn(self) -> None:
+        """Fields that only drawing heeds must be off in beam search, as vLLM had it. A temperature of 1, the default,
+        changes nothing; a seed is for nothing but does no harm."""
+        rules: tuple[tuple[str, bool, str], ...] = (
+            ("temperature", self.greedy or self.temperature == 1, "0 (or left out)"),
+            ("top_p", self.top_p == 1, "1 (or left out)"),
+            ("top_k", self.top_k in (-1, 0), "0 (or left out)"),
+            ("min_p", self.min_p == 0, "0 (or left out)"),
+        )
+        for name, good, rule in rules:
+            if not good:
+                raise invalid(name, getattr(self, name), f"{rule} in beam search, which keeps the likeliest beams and "
+                              "draws nothing")
 
     @property
     def greedy(self) -> bool:

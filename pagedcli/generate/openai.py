@@ -120,7 +120,7 @@ def result(row: Row, group: SequenceGroup, codec: TextCodec | None, model: str) 
     body: dict[str, Any] = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{_digest(row)}",
         "object": "chat.completion" if chat else "text_completion",
-        "created": 0, "model": row.model or model,
+        "created": 0, "model": model,
         "choices": [choose(place, seq, codec) for place, seq in enumerate(group.done)],
         "usage": {"prompt_tokens": group.prompt_len, "completion_tokens": completion,
                   "total_tokens": group.prompt_len + completion,

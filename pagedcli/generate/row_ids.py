@@ -51,6 +51,13 @@ def id_of(fields: Mapping[str, Any] | None, index: int) -> tuple[RowId | None, b
     return (found if is_row_id(found) else None), True
 
 
+def model_of(fields: Mapping[str, Any] | None) -> str | None:
+    """The model that a batch request names, if it names one."""
+    body = fields.get("body") if fields is not None and is_openai(fields) else None
+    name = body.get("model") if isinstance(body, dict) else None
+    return name if isinstance(name, str) else None
+
+
 def lenient_fields(data: bytes) -> dict[str, Any] | None:
     """The fields of a line for the sake of its id, also where something else in it is refused: half a surrogate pair,
     a byte that is not UTF-8, NaN, too deep a nesting, too long a number. None for what is not an object."""

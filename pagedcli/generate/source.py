@@ -7,16 +7,17 @@ import os
 import shutil
 import tempfile
 from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import IO
 
 import numpy as np
 
 from pagedcli.core.errors import CannotRunError, UsageError
 from pagedcli.generate.remote import is_url, open_url
-from pagedcli.generate.row_ids import MAX_ROW_BYTES, RowId, id_of, lenient_fields
+from pagedcli.generate.row_ids import MAX_ROW_BYTES, RowId, id_of, lenient_fields, model_of
 
+MAX_MODELS = 256
 _BUFFER = 1 << 20
 _BLANK = b" \t\r\n"
 _BOM = b"\xef\xbb\xbf"
@@ -41,6 +42,8 @@ class Scan:
     """What the first pass found. `digest` is a hash of the lines read, whatever the file's name or date.
 
     `repeated` holds, in file order, the rows that say an id which another row has, and `first_lines` that row's line.
+    `models`: (rows, index of the first) by the model that a batch request names; names after the first MAX_MODELS
+    count as one, the empty name.
     """
 
     rows: int
@@ -48,6 +51,7 @@ class Scan:
     digest: str
     repeated: array[int]
     first_lines: array[int]
+    models: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def first_line_of(self, index: int) -> int | None:
         """Line of the row that has the id which this row says, or None where it is its own."""
@@ -115,12 +119,18 @@ class InputRows:
         hashes = array("q")
         size = undecodable = 0
         given = False
+        models: dict[str, tuple[int, int]] = {}
+        found: RowId | None
         for row in self:
             data = row.data
             size += len(data)
             digest.update(b"%d:" % row.line)
             digest.update(data)
-            found, said = id_of(lenient_fields(data), row.index) if _may_say_id(data) else (row.index, False)
+            found, said = row.index, False
+            if _may_say_id(data):
+                fields = lenient_fields(data)
+                found, said = id_of(fields, row.index)
+                _count_model(models, model_of(fields), row.index)
             given = given or said
             hashes.append(hash(row.index if found is None else found))
             undecodable += not _is_utf8(data)
@@ -128,7 +138,7 @@ class InputRows:
             raise UsageError(f"{self.name} is not UTF-8 text: none of its {undecodable} lines can be decoded",
                              "not_utf8")
         repeated, first_lines = self._repeated(hashes) if given else (array("q"), array("q"))
-        return Scan(len(hashes), size, digest.hexdigest(), repeated, first_lines)
+        return Scan(len(hashes), size, digest.hexdigest(), repeated, first_lines, models)
 
     def _repeated(self, hashes: array[int]) -> tuple[array[int], array[int]]:
         """Rows that repeat an id: candidates by equal hashes, then compared exactly in one more pass."""
@@ -182,6 +192,15 @@ class InputRows:
 def _may_say_id(data: bytes) -> bool:
     """False for most rows that say no id, without reading them as JSON."""
     return b'id"' in data or b"\\u" in data
+
+
+def _count_model(models: dict[str, tuple[int, int]], name: str | None, index: int) -> None:
+    if name is None:
+        return
+    if name not in models and len(models) >= MAX_MODELS:
+        name = ""
+    count, first = models.get(name, (0, index))
+    models[name] = count + 1, first
 
 
 def _is_utf8(data: bytes) -> bool:

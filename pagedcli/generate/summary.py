@@ -10,6 +10,7 @@ from typing import Any
 from pagedcli.engine.interface import Counters
 from pagedcli.execution.interface import ExecutorLimits
 from pagedcli.generate.journal import Journal
+from pagedcli.generate.source import Scan
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +90,20 @@ def fault_note(journal: Journal) -> str | None:
     error = json.loads(journal.row(journal.first_failed))["error"]
     return (f"{journal.failed} of {journal.rows} rows failed; the first, row {journal.first_failed}, because of "
             f"{error['code']}: {error['message']}")
+
+
+def models_note(scan: Scan, model: str) -> str | None:
+    """How many rows name another model than the one that answers them, with the first as an example; None when none
+    does. A name counts as the model's by its last part, in any case: what follows an owner or lies in a folder."""
+    others = {name: found for name, found in scan.models.items() if _last_part(name) != _last_part(model)}
+    if not others:
+        return None
+    count = sum(rows for rows, _ in others.values())
+    name, (_, first) = min(others.items(), key=lambda item: item[1][1])
+    rows = "1 row names" if count == 1 else f"{count} rows name"
+    return (f"{rows} another model (row {first}: {json.dumps(name[:80], ensure_ascii=False)}); {model} answers all "
+            "rows, and their bodies say so")
+
+
+def _last_part(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2].casefold()

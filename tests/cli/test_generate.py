@@ -162,6 +162,20 @@ def test_mixed_forms_keep_their_places(console: Console) -> None:
     assert rows[3]["response"]["status_code"] == 400 and rows[3]["custom_id"] == "r"
 
 
+def test_rows_that_name_another_model_are_counted(console: Console) -> None:
+    def request(place: int, model: str | None) -> dict[str, Any]:
+        return {"custom_id": str(place), "method": "POST", "url": "/v1/completions",
+                "body": {"prompt": "a", "max_tokens": 1, "model": model}}
+
+    names = ["HuggingFaceTB/SmolLM2-135M", "gpt-4o", None, "gpt-4o", "smollm2-135m", "o1"]
+    result, rows = console.generate(lines(*(request(*item) for item in enumerate(names))))
+    assert result.exit_code == 0 and [row["response"]["body"]["model"] for row in rows] == ["smollm2-135m"] * 6
+    assert result.stderr.count("another model") == 1
+    assert '3 rows name another model (row 1: "gpt-4o")' in " ".join(result.stderr.split())
+    result, _ = console.generate(lines(request(0, None), request(1, "smollm2-135m")), name="same.jsonl")
+    assert "another model" not in result.stderr
+
+
 def test_the_queue_is_bounded(console: Console) -> None:
     console.generate(lines(*({"prompt": "a", "max_tokens": 1} for _ in range(300))), "--max-num-seqs", "8")
     assert console.engines[0].most_queued == 16 and len(console.engines[0].served) == 300

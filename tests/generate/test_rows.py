@@ -101,6 +101,10 @@ FAULTS: list[tuple[Any, str, str]] = [
     ({"prompt": "a", "ignore_eos": 1}, "invalid_value", "ignore_eos = 1"),
     ({"prompt": "a", "early_stopping": "soon"}, "invalid_value", "early_stopping"),
     ({"prompt": "a", "beam_width": 2}, "invalid_value", "use_beam_search"),
+    ({"prompt": "a", "use_beam_search": True, "temperature": 0.7}, "invalid_value", "temperature = 0.7: must be 0 "),
+    ({"prompt": "a", "use_beam_search": True, "top_p": 0.9}, "invalid_value", "top_p = 0.9: must be 1 "),
+    ({"prompt": "a", "use_beam_search": True, "top_k": 4}, "invalid_value", "top_k = 4: must be 0 "),
+    ({"prompt": "a", "use_beam_search": True, "min_p": 0.1}, "invalid_value", "min_p = 0.1: must be 0 "),
 ]
 
 
@@ -131,6 +135,20 @@ def test_good_rows() -> None:
     null = check({"prompt": "a", "id": None, "stop": None, "max_tokens": None, "messages": None})
     assert null.error is None and null.id == 4 and null.settings == {}
     assert check({"prompt": "a", "id": "x", "metadata": {"k": [1, None]}}).metadata == {"k": [1, None]}
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0}, {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0},
+                                    {"top_k": 0, "seed": 3}])
+def test_beam_rows_that_draw_nothing_are_taken(fields: dict[str, Any]) -> None:
+    assert check({"prompt": "a", "use_beam_search": True, **fields}).error is None
+
+
+def test_a_temperature_of_the_whole_job_is_refused_in_a_beam_row_and_can_be_overruled() -> None:
+    row = check({"prompt": "a", "use_beam_search": True}, temperature=0.5)
+    assert row.error is not None and "temperature = 0.5" in row.error[1]
+    assert check({"prompt": "a", "use_beam_search": True, "temperature": 0}, temperature=0.5).error is None
+    with pytest.raises(UsageError, match=r"top_p = 0\.5"):
+        SamplingDefaults({"use_beam_search": True, "top_p": 0.5})
 
 
 def test_duplicate_names_both_lines() -> None:
