@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -21,7 +22,8 @@ EarlyStopping = bool | Literal["never"]
 
 def invalid(name: str, value: object, rule: str) -> RequestError:
     """An error for one sampling field, naming the value and the limit."""
-    return RequestError("invalid_value", f"{name} = {value!r}: must be {rule}")
+    shown = json.dumps(value, ensure_ascii=False, default=repr)
+    return RequestError("invalid_value", f"{name} = {shown}: must be {rule}")
 
 
 def _number(name: str, value: object) -> float:
@@ -105,8 +107,12 @@ class SamplingParams:
         for name in ("n", "top_k", "min_tokens"):
             _integer(name, getattr(self, name))
         for name in ("best_of", "max_tokens", "logprobs", "prompt_logprobs", "seed", "beam_width"):
-            if getattr(self, name) is not None:
-                _integer(name, getattr(self, name))
+            value = getattr(self, name)
+            if name in ("logprobs", "prompt_logprobs") and isinstance(value, bool):
+                raise invalid(name, value, "a number: how many of the likeliest tokens to tell (0: the chosen one "
+                              "alone)")
+            if value is not None:
+                _integer(name, value)
         for name in ("include_stop_str_in_output", "ignore_eos", "use_beam_search"):
             if not isinstance(getattr(self, name), bool):
                 raise invalid(name, getattr(self, name), "true or false")

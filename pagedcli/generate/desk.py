@@ -29,6 +29,7 @@ class Serving(Protocol):
     executor: Executor
     counters: Counters
     max_num_seqs: int
+    max_model_len: int
 
     def add(self, request: Request) -> SequenceGroup: ...
 
@@ -104,6 +105,10 @@ class Desk:
 
     def _add(self, row: Row, request: Request) -> None:
         """Queue a request; a max_tokens that nobody set shrinks to what the model and the pool allow."""
+        length, limit = len(request.prompt), self.engine.max_model_len
+        if length > limit:
+            raise RequestError("too_long", f"the prompt alone has {length} tokens, above the model's limit of {limit}; "
+                               "shorten the prompt")
         try:
             self.engine.add(request)
         except RequestError:

@@ -17,6 +17,7 @@ from pagedcli.generate.tokens import TextCodec
 
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
 FIELDS = frozenset(PROMPTS) | SAMPLING_FIELDS | {"id", "metadata"}
+_MESSAGE = ("role", "content", "name", "tool_call_id", "tool_calls")
 _PARTS = "use text; images, sound and video cannot be read by a text model"
 
 
@@ -88,12 +89,43 @@ def _message(where: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise wrong_type(where, value, "an object with role and content")
     for name in value:
-        if name not in ("role", "content", "name"):
-            raise unknown_field(name, ("role", "content", "name"), f" in {where}")
+        if name not in _MESSAGE:
+            raise unknown_field(name, _MESSAGE, f" in {where}")
     role = value.get("role")
     if not isinstance(role, str) or not role:
         raise wrong_type(f"{where}.role", role, "a string such as system, user or assistant")
-    return {**value, "content": _content(f"{where}.content", value.get("content"))}
+    for name in ("name", "tool_call_id"):
+        if not isinstance(value.get(name, ""), str):
+            raise wrong_type(f"{where}.{name}", value[name], "a string")
+    calls = value.get("tool_calls")
+    if calls is None:
+        return {**_without(value, "tool_calls"), "content": _content(f"{where}.content", value.get("content"))}
+    if not isinstance(calls, list):
+        raise wrong_type(f"{where}.tool_calls", calls, "a list of tool calls")
+    content = value.get("content")
+    return {**value, "content": "" if content is None else _content(f"{where}.content", content),
+            "tool_calls": [_tool_call(f"{where}.tool_calls[{place}]", call) for place, call in enumerate(calls)]}
+
+
+def _tool_call(where: str, value: object) -> dict[str, Any]:
+    """A call that an assistant made, with its arguments as the object that chat templates want: OpenAI's format has
+    them as JSON in a string."""
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise wrong_type(where, value, 'an object {"id": ..., "type": "function", "function": {"name", "arguments"}}')
+    found = function.get("arguments", {})
+    if isinstance(found, str):
+        try:
+            found = json.loads(found or "{}")
+        except (ValueError, RecursionError):
+            found = None
+    if not isinstance(found, dict):
+        raise wrong_type(f"{where}.function.arguments", function["arguments"], "an object, or one as JSON in a string")
+    return {**value, "function": {**function, "arguments": found}}
+
+
+def _without(value: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: item for key, item in value.items() if key != name}
 
 
 def _content(where: str, value: object) -> str:

@@ -16,6 +16,13 @@ MAX_MESSAGE = 600
 """Characters of a row's error message; a longer one is cut in the middle."""
 
 
+_CLOSE = 0.8
+"""Likeness from which a known field is offered for an unknown one: max_new_tokens for max_tokens, but no field that
+only shares words."""
+
+_ODD = {"\0": "NUL", "\x1a": "Ctrl-Z, with which DOS ends a file", "\ufeff": "a byte order mark, as in joined files"}
+
+
 class Form(Enum):
     """The shape a row came in, which is the shape it goes out in."""
 
@@ -76,16 +83,16 @@ def describe(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return f"the string {value[:40]!r}" + ("..." if len(value) > 40 else "")
+        return "the string " + json.dumps(value[:40], ensure_ascii=False) + ("..." if len(value) > 40 else "")
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
-        return f"a list of {len(value)} items"
-    return f"the number {value!r}"[:60]
+        return f"a list of {len(value)} item" + ("" if len(value) == 1 else "s")
+    return f"the number {json.dumps(value)}"[:60]
 
 
 def unknown_field(name: str, known: Iterable[str], where: str = "") -> RequestError:
-    close = difflib.get_close_matches(name, list(known), 1)
+    close = difflib.get_close_matches(name, list(known), 1, _CLOSE)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return RequestError("unknown_field", f"unknown field {name[:80]!r}{where}{hint}")
 
@@ -112,13 +119,14 @@ def decode_object(data: bytes) -> dict[str, Any]:
     if len(data) > MAX_ROW_BYTES:
         raise RequestError("row_too_long", f"the line is longer than {MAX_ROW_BYTES} bytes, the limit for a row")
     try:
-        value = _decode(data.decode())
+        text = data.decode()
+        value = _decode(text)
     except UnicodeDecodeError as fault:
         raise RequestError("not_utf8", f"the line is not UTF-8: byte 0x{data[fault.start]:02x} at offset {fault.start} "
                            f"of {len(data)}") from fault
     except json.JSONDecodeError as fault:
         raise RequestError("invalid_json", f"the line is not JSON: {fault.msg.removesuffix(' at')} at column "
-                           f"{fault.colno}") from fault
+                           f"{fault.colno}{_odd(text, fault.pos)}") from fault
     except RecursionError as fault:
         raise RequestError("nested_too_deeply", f"objects and lists are nested {_depth(data)} deep; the limit is about "
                            f"{sys.getrecursionlimit()}") from fault
@@ -131,6 +139,14 @@ def decode_object(data: bytes) -> dict[str, Any]:
     if b"\\u" in data:
         _refuse_lone_surrogates(value)
     return value
+
+
+def _odd(text: str, place: int) -> str:
+    """What to say of a character that cannot be seen, where one stands."""
+    found = text[place:place + 1]
+    if not found or found.isprintable() or found.isspace():
+        return ""
+    return f", where U+{ord(found):04X} stands" + (f" ({_ODD[found]}); remove it" if found in _ODD else "")
 
 
 def _depth(data: bytes) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from array import array
@@ -18,6 +19,9 @@ from pagedcli.generate.remote import is_url, open_url
 from pagedcli.generate.row_ids import MAX_ROW_BYTES, RowId, id_of, lenient_fields, model_of
 
 MAX_MODELS = 256
+_ENDS = 1 << 16
+_CR_LINES = re.compile(rb"\}[ \t]*\r[ \t\r]*\{")
+_ARRAY = re.compile(rb"\[\s*(\{|$)")
 _BUFFER = 1 << 20
 _BLANK = b" \t\r\n"
 _BOM = b"\xef\xbb\xbf"
@@ -72,11 +76,14 @@ class InputRows:
         self.name = name
         self.limit = limit
         self._stream = stream
-        head = self._head()
+        head, tail = self._ends()
         for magic, what in _FOREIGN:
             if head.startswith(magic):
                 raise UsageError(f"{name} is {what}; JSON Lines in UTF-8 is needed, so convert or unpack it first",
                                  "not_utf8")
+        found = _other_layout(head.removeprefix(_BOM), tail)
+        if found is not None:
+            raise UsageError(f"{name} {found}", "not_json_lines")
 
     @classmethod
     def open(cls, path: str, stdin: IO[bytes], limit: int | None = None) -> InputRows:
@@ -162,14 +169,19 @@ class InputRows:
         places = sorted(repeated)
         return array("q", places), array("q", [repeated[place] for place in places])
 
-    def _head(self) -> bytes:
+    def _ends(self) -> tuple[bytes, bytes]:
+        """The first and the last bytes, up to _ENDS of each."""
+        stream = self._stream
         try:
-            self._stream.seek(0)
-            head = self._stream.read(4)
-            self._stream.seek(0)
+            stream.seek(0)
+            head = stream.read(_ENDS)
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(size - _ENDS, 0))
+            tail = stream.read(_ENDS)
+            stream.seek(0)
         except OSError as fault:
             raise UsageError(f"cannot read {self.name}: {fault.strerror}", "unreadable_input") from fault
-        return head
+        return head, tail
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         stream, line = self._stream, 0
@@ -187,6 +199,18 @@ class InputRows:
         except OSError as fault:
             raise CannotRunError(f"reading {self.name} failed at line {line + 1}: {fault.strerror}",
                                  "unreadable_input") from fault
+
+
+def _other_layout(head: bytes, tail: bytes) -> str | None:
+    """What is wrong with a file whose objects do not stand one a line, by its two ends; None when nothing is."""
+    if b"\n" not in head and _CR_LINES.search(head):
+        return "has lines that end in CR only: end them in LF (tr '\\r' '\\n' does it)"
+    first, last = head.split(b"\n", 1)[0].strip(_BLANK), tail.strip(_BLANK)[-1:]
+    if _ARRAY.match(first or head.strip(_BLANK)) and last == b"]":
+        return "looks like a JSON array: one object a line is wanted (jq -c '.[]' makes that of it)"
+    if first == b"{" and last == b"}":
+        return "looks like JSON over several lines: one object a line is wanted (jq -c . makes that of it)"
+    return None
 
 
 def _may_say_id(data: bytes) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from pagedcli.core.errors import RequestError
-from pagedcli.core.request import Request
+from pagedcli.core.request import Request, invalid
 from pagedcli.generate.row import Row
 from pagedcli.generate.sampling import SamplingDefaults
 
@@ -93,7 +93,11 @@ class Tokeniser:
                 self._check_ids(row)
             if not row.ids:
                 raise RequestError("empty_prompt", "the prompt has 0 tokens; at least 1 is needed")
-            return Request(row.index, row.key, tuple(row.ids), self.defaults.params(row.settings))
+            params = self.defaults.params(row.settings)
+            for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+                if count is not None and count > self.vocab_size:
+                    raise invalid(name, count, f"-1 (all) or at most {self.vocab_size}, the model's vocabulary")
+            return Request(row.index, row.key, tuple(row.ids), params)
         except RequestError as fault:
             row.fail(fault.code, fault.message)
             return None

@@ -83,7 +83,7 @@ def test_failed_rows_are_explained(console: Console, quiet: bool) -> None:
     assert result.exit_code == 1
     said = [line for line in result.stderr.split("\n") if "2 of 3 rows failed; the first, row 1, because of too_long" in
             line]
-    assert len(said) == 1 and "600 prompt tokens" in said[0]
+    assert len(said) == 1 and "the prompt alone has 600 tokens" in said[0]
     assert result.stderr.startswith("pagedcli: " if quiet else "rows ")
 
 

@@ -24,7 +24,9 @@ def test_one_long_prompt_fails_alone(console: Console) -> None:  # reports 1 and
     result, rows = console.generate(lines({"prompt": "a"}, {"prompt": "b" * 600}, {"prompt": "c"}), "--max-tokens", "4")
     assert result.exit_code == 1
     assert codes(rows) == [None, "too_long", None]
-    assert "600" in rows[1]["error"]["message"] and "512" in rows[1]["error"]["message"]
+    # A prompt that does not fit alone is not helped by fewer output tokens.
+    assert rows[1]["error"]["message"] == ("the prompt alone has 600 tokens, above the model's limit of 512; shorten "
+                                           "the prompt")
     assert rows[1] == {"id": 1, "index": 1, "outputs": [], "error": rows[1]["error"],
                        "usage": {"prompt_tokens": 600, "completion_tokens": 0, "cached_tokens": 0}}
     assert rows[0] == {
@@ -213,6 +215,10 @@ def test_a_full_device_gives_one_message_and_keeps_the_rows(console: Console, mo
     monkeypatch.setattr("tempfile.tempdir", str(console.folder))
     result, _ = console.generate(lines(*PROMPTS), "-o", "/dev/full", "-q")
     assert result.exit_code == 3 and result.stderr.count("\n") == 1 and "No space left" in result.stderr
+    (kept,) = console.folder.glob("pagedcli-*.partial")
+    assert str(kept) in result.stderr
+    again, _ = console.generate(lines(*PROMPTS), "-o", "/dev/full", "-q")
+    assert again.exit_code == 3 and kept.exists() and again.stderr == result.stderr
     result, _ = console.generate(lines(*PROMPTS), "-o", os.devnull)
     assert result.exit_code == 0 and len(console.engines) == 1 and "40 of them from the journal" in result.stderr
 
@@ -266,6 +272,7 @@ def test_other_settings_are_refused(console: Console, words: tuple[str, ...], di
     kept = console.journal().read_bytes()
     result, _ = console.generate(lines(*PROMPTS), *words)
     assert result.exit_code == 2 and differs in result.stderr and "--restart" in result.stderr
+    assert "input." not in result.stderr
     assert console.journal().read_bytes() == kept and len(console.engines) == 1
     result, rows = console.generate(lines(*PROMPTS), *words, "--restart")
     assert result.exit_code == 0 and [row["index"] for row in rows] == list(range(len(rows))) and len(rows) >= 39
@@ -274,7 +281,7 @@ def test_other_settings_are_refused(console: Console, words: tuple[str, ...], di
 def test_other_input_is_refused(console: Console) -> None:
     interrupted(console, lines(*PROMPTS))
     result, _ = console.generate(lines(*PROMPTS[:-1], {"prompt": "new"}))
-    assert result.exit_code == 2 and "input.content" in result.stderr
+    assert result.exit_code == 2 and "input.content: the rows are other ones." in result.stderr
 
 
 def test_settings_that_only_change_speed_may_change(console: Console) -> None:

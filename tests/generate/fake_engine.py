@@ -61,6 +61,7 @@ class FakeEngine:
         self.tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
         self.counters = Counters(waste_sum={"token": 0.0, "free": 0.0})
         self.max_num_seqs = config.scheduler.max_num_seqs
+        self.max_model_len = positions
         self.served: list[int] = []
         self.most_queued = 0
         self.closed = False

@@ -127,7 +127,7 @@ def test_another_run_is_refused_with_what_differs(tmp_path: Path) -> None:
     other = {"input": {"content": "xyz"}, "sampling": {"temperature": 0.7, "n": 2}, "limit": None}
     with pytest.raises(UsageError) as caught:
         Journal(path, other, 2)
-    for words in ('input.content: journal "abc", this run "xyz"', "sampling.temperature: journal 0.5, this run 0.7",
+    for words in ('input.content: the rows are other ones', "sampling.temperature: journal 0.5, this run 0.7",
                   'sampling.stop: journal ["x"], this run unset', "sampling.n: journal unset, this run 2", "--restart"):
         assert words in caught.value.message
     assert path.read_bytes() == before

@@ -48,24 +48,24 @@ FAULTS: list[tuple[Any, str, str]] = [
     (b'{"prompt": "a", "prompt": "b"}', "repeated_field", "'prompt'"),
     (b'{"prompt": "a", "metadata": {"x": 1, "x": 2}}', "repeated_field", "'x'"),
     (b"[1, 2, 3]", "not_an_object", "a list of 3 items"),
-    (b'"text"', "not_an_object", "'text'"),
+    (b'"text"', "not_an_object", '"text"'),
     (b"7", "not_an_object", "number 7"),
     (b"null", "not_an_object", "null"),
     ({}, "missing_prompt", "prompt_token_ids"),
     ({"prompt": None}, "missing_prompt", "messages"),
     ({"prompt": "a", "prompt_token_ids": [1]}, "several_prompts", "2 prompts (prompt, prompt_token_ids)"),
-    ({"prompt": ["a"]}, "wrong_type", "a list of 1 items"),
+    ({"prompt": ["a"]}, "wrong_type", "is a list of 1 item:"),
     ({"prompt": 5}, "wrong_type", "number 5"),
     ({"prompt": ""}, "empty_prompt", "0 tokens"),
     ({"prompt_token_ids": []}, "empty_prompt", "0 tokens"),
-    ({"prompt_token_ids": "1 2"}, "wrong_type", "the string '1 2'"),
+    ({"prompt_token_ids": "1 2"}, "wrong_type", 'the string "1 2"'),
     ({"prompt_token_ids": [1, 2.0]}, "wrong_type", "prompt_token_ids[1] is the number 2.0"),
     ({"prompt_token_ids": [True]}, "wrong_type", "prompt_token_ids[0] is true"),
     ({"prompt_token_ids": [1, 256]}, "token_out_of_range", "256 at position 1 is outside the model's vocabulary"),
     ({"prompt_token_ids": [-1]}, "token_out_of_range", "-1 at position 0"),
     ({"prompt_token_ids": [10**30]}, "token_out_of_range", "0 to 255"),
     ({"messages": []}, "empty_prompt", "0 entries"),
-    ({"messages": "hi"}, "wrong_type", "messages is the string 'hi'"),
+    ({"messages": "hi"}, "wrong_type", 'messages is the string "hi"'),
     ({"messages": [{"content": "hi"}]}, "wrong_type", "messages[0].role is null"),
     ({"messages": [{"role": "user"}]}, "wrong_type", "messages[0].content is null"),
     ({"messages": ["hi"]}, "wrong_type", "messages[0]"),
@@ -74,6 +74,18 @@ FAULTS: list[tuple[Any, str, str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "unsupported_modality",
      "messages[0].content[0] has type 'image_url'"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]}, "wrong_type", "number 3"),
+    ({"messages": [{"role": "assistant", "tool_calls": 3}]}, "wrong_type", "messages[0].tool_calls is the number 3"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "wrong_type",
+     'messages[0].tool_calls[0].function.arguments is the string "{"'),
+    ({"messages": [{"role": "tool", "content": "a", "tool_call_id": 4}]}, "wrong_type", "messages[0].tool_call_id is "),
+    ({"prompt": "a", "logprobs": True}, "invalid_value", "logprobs = true: must be a number: how many"),
+    ({"prompt": "a", "logprobs": 257}, "invalid_value", "logprobs = 257: must be -1 (all) or at most 256"),
+    ({"prompt": "a", "prompt_logprobs": 10**6}, "invalid_value", "prompt_logprobs = 1000000: must be -1 "),
+    ({"prompt": "a", "logit_bias": {"x": None}}, "invalid_value", 'logit_bias = {"x": null}'),
+    ({"prompt": "a", "max_new_tokens": 5}, "unknown_field", "did you mean 'max_tokens'"),
+    (b'\xef\xbb\xbf{"prompt": "a"}', "invalid_json", "column 1, where U+FEFF stands (a byte order mark"),
+    (b'{"prompt": "a"}\x1a', "invalid_json", "column 16, where U+001A stands (Ctrl-Z"),
+    (b'{\x00"prompt": "a"}', "invalid_json", "column 2, where U+0000 stands (NUL)"),
     ({"prompt": "a", "image": "x.png"}, "unknown_field", "'image'"),
     ({"prompt": "a", "temprature": 1}, "unknown_field", "did you mean 'temperature'"),
     ({"prompt": "a", "id": 1.5}, "wrong_type", "id is the number 1.5"),
@@ -81,7 +93,7 @@ FAULTS: list[tuple[Any, str, str]] = [
     ({"prompt": "a", "metadata": [1]}, "wrong_type", "metadata is a list"),
     (b'{"prompt": "a", "metadata": {"x": 1e999}}', "invalid_value", "too large"),
     ({"prompt": "a", "temperature": 2.5}, "invalid_value", "temperature = 2.5: must be between 0 and 2"),
-    ({"prompt": "a", "temperature": "hot"}, "invalid_value", "temperature = 'hot'"),
+    ({"prompt": "a", "temperature": "hot"}, "invalid_value", 'temperature = "hot"'),
     (b'{"prompt": "a", "temperature": 1e999}', "invalid_value", "finite"),
     ({"prompt": "a", "temperature": 10**400}, "invalid_value", "temperature"),
     ({"prompt": "a", "top_p": 0}, "invalid_value", "top_p = 0.0"),
@@ -89,7 +101,7 @@ FAULTS: list[tuple[Any, str, str]] = [
     ({"prompt": "a", "n": 0}, "invalid_value", "n = 0: must be at least 1"),
     ({"prompt": "a", "n": 2, "temperature": 0}, "invalid_value", "greedy"),
     ({"prompt": "a", "max_tokens": -1}, "invalid_value", "max_tokens = -1"),
-    ({"prompt": "a", "max_tokens": True}, "invalid_value", "max_tokens = True"),
+    ({"prompt": "a", "max_tokens": True}, "invalid_value", "max_tokens = true"),
     ({"prompt": "a", "max_tokens": 4, "min_tokens": 5}, "invalid_value", "between 0 and max_tokens = 4"),
     ({"prompt": "a", "stop": ""}, "invalid_value", "none of them empty"),
     ({"prompt": "a", "stop": {"x": 1}}, "wrong_type", "stop is an object"),
@@ -149,6 +161,29 @@ def test_a_temperature_of_the_whole_job_is_refused_in_a_beam_row_and_can_be_over
     assert check({"prompt": "a", "use_beam_search": True, "temperature": 0}, temperature=0.5).error is None
     with pytest.raises(UsageError, match=r"top_p = 0\.5"):
         SamplingDefaults({"use_beam_search": True, "top_p": 0.5})
+
+
+def test_no_field_is_offered_that_only_shares_words() -> None:
+    row = check({"prompt": "a", "truncate_prompt_tokens": 5})
+    assert row.error == ("unknown_field", "unknown field 'truncate_prompt_tokens'")
+
+
+def test_log_probabilities_of_the_whole_vocabulary_are_taken() -> None:
+    assert check({"prompt": "a", "logprobs": 256, "prompt_logprobs": -1}).error is None
+
+
+def test_messages_of_tools_reach_the_template() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+    row = parse({"messages": [{"role": "user", "content": "1+1?", "name": "me"},
+                              {"role": "assistant", "content": None, "tool_calls": [call]},
+                              {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "2"}]},
+                              {"role": "assistant", "content": "2", "tool_calls": None}]})
+    assert row.error is None and row.messages == [
+        {"role": "user", "content": "1+1?", "name": "me"},
+        {"role": "assistant", "content": "", "tool_calls": [{**call, "function": {"name": "add",
+                                                                                 "arguments": {"x": 1}}}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+        {"role": "assistant", "content": "2"}]
 
 
 def test_duplicate_names_both_lines() -> None:

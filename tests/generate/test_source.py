@@ -47,6 +47,28 @@ def test_other_formats_are_named(data: bytes, what: str) -> None:
         read(data)
 
 
+@pytest.mark.parametrize(("data", "words"), [
+    (b'{"prompt": "a"}\r{"prompt": "b"}\r', "lines that end in CR only"),
+    (b'\xef\xbb\xbf{"prompt": "a"}\r\r{"prompt": "b"}', "lines that end in CR only"),
+    (b'[{"prompt": "a"}, {"prompt": "b"}]', "looks like a JSON array: one object a line"),
+    (b'\xef\xbb\xbf[\r\n  {"prompt": "a"}\r\n]\r\n', "looks like a JSON array"),
+    (b'\n[\n{\n"prompt": "a"}]\n', "looks like a JSON array"),
+    (b'{\n  "prompt": "a"\n}\n', "looks like JSON over several lines"),
+])
+def test_other_layouts_are_named(data: bytes, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        read(data)
+
+
+@pytest.mark.parametrize("data", [
+    b'{"prompt": "a"}\r\n{"prompt": "b"}\r\n', b'{"prompt": "a\rb"}', b'[1, 2]\n[3]\n',
+    b'[{"prompt": "a"}]\n{"prompt": "b"}\n',
+    b"", b"\n\n", b"[\n",
+])
+def test_lines_with_faults_are_no_other_layout(data: bytes) -> None:
+    assert read(data).scan().rows == len([line for line in data.split(b"\n") if line.strip()])
+
+
 def test_no_line_in_utf8_is_a_fault_of_the_file() -> None:
     with pytest.raises(UsageError, match="none of its 2 lines"):
         read("Grüße\nÄpfel\n".encode("latin-1")).scan()
