@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -180,16 +181,29 @@ _ALONE = frozenset({"fig18a"})
 """Experiments that time this machine: run while nothing else does."""
 
 
-def run_experiments(names: Sequence[str], setting: Setting) -> Iterator[Outcome]:
+def run_experiments(names: Sequence[str], setting: Setting,
+                    begun: Callable[[str], None] = lambda name: None) -> Iterator[Outcome]:
     """Run experiments at once, `setting.workers` of them; outcomes as they come. Where there are fewer experiments
-    than processes, each uses several."""
+    than processes, each uses several. `begun` is told the name of each as it starts."""
+    def run(name: str) -> Outcome:
+        begun(name)
+        return run_experiment(name, setting)
+
     together = [name for name in names if name not in _ALONE]
     if setting.workers <= 1 or len(together) <= 1:
-        yield from (run_experiment(name, setting) for name in names)
+        yield from map(run, names)
         return
     inner = replace(setting, workers=max(1, setting.workers // len(together)))
-    begin = sorted(together, key=lambda name: _LONGEST_FIRST.index(name) if name in _LONGEST_FIRST else -1)
-    with ProcessPoolExecutor(min(setting.workers, len(together))) as pool:
-        for done in as_completed([pool.submit(run_experiment, name, inner) for name in begin]):
-            yield done.result()
-    yield from (run_experiment(name, setting) for name in names if name in _ALONE)
+    begin = deque(sorted(together, key=lambda name: _LONGEST_FIRST.index(name) if name in _LONGEST_FIRST else -1))
+    workers = min(setting.workers, len(together))
+    running: set[Future[Outcome]] = set()
+    with ProcessPoolExecutor(workers) as pool:
+        done: set[Future[Outcome]] = set()
+        while begin or running:
+            while begin and len(running) < workers:  # before what is done is shown, which takes a while
+                begun(begin[0])
+                running.add(pool.submit(run_experiment, begin.popleft(), inner))
+            yield from (each.result() for each in done)
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+        yield from (each.result() for each in done)
+    yield from map(run, (name for name in names if name in _ALONE))

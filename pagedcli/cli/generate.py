@@ -15,7 +15,7 @@ import typer
 from pagedcli import __version__
 from pagedcli.cli.environment import Environment, environment_of
 from pagedcli.cli.fleet import FleetChoice, Ran, RayCommand, fleet_choice, serve_fleet
-from pagedcli.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, run_config, sampling_fields, with_options
+from pagedcli.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, idle_note, run_config, sampling_fields, with_options
 from pagedcli.cli.paths import Target, find_target, summary_path
 from pagedcli.cli.publish import publish
 from pagedcli.cli.ranks import leading_ranks
@@ -70,7 +70,8 @@ def generate(
     input: Annotated[str, typer.Argument(metavar="INPUT", help="JSON Lines of prompts; - is standard input.")],
     output: Annotated[str | None, typer.Option(
         "--output", "-o", metavar="OUT", rich_help_panel=FILES, envvar="PAGEDCLI_OUTPUT", show_envvar=False,
-        help="Where rows go, in input order; - is standard output. Default: INPUT with .out.jsonl.")] = None,
+        help="Where rows go, in input order; - is standard output. Default: INPUT with .out.jsonl for its .jsonl, or "
+             "after any other name.")] = None,
     overwrite: Annotated[bool, typer.Option(
         "--overwrite", rich_help_panel=FILES, envvar="PAGEDCLI_OVERWRITE", show_envvar=False,
         help="Replace an output that exists, once all rows are done.")] = False,
@@ -122,6 +123,9 @@ def generate(
                     _read_prefix(shared_prefix), environment.interactive and not quiet, quiet,
                     fleet_choice(ray, replicas))
         summary = run(environment, plan, input)
+    idle = idle_note(settings)
+    if idle is not None:
+        summary = replace(summary, notes=(*summary.notes, idle))
     if summary_file is not None:
         _write_summary(summary_file, summary)
     if not quiet:

@@ -186,10 +186,29 @@ def _many(option: Option, context: Any, value: list[Any] | None, variables: Mapp
         raise UsageError(f"{option.variable} = {text!r}: must hold values of type {option.kind.__name__}") from fault
 
 
+MAX_BLOCK_SIZE = 1 << 14
+"""Tokens a block at most: far more than any block should have, far less than overflows any machine."""
+
+_IDLE_WITHOUT_MODEL = ("load_format", "dtype", "device", "attention_backend", "threads", "tensor_parallel_size", "seed",
+                       "trust_remote_code", "no_same_bits", "kv_cache_memory", "gpu_memory_utilization",
+                       "kv_cache_dtype", "swap_space")
+"""Engine options that mean nothing to `--model null`, which has no arithmetic and no bytes."""
+
+
+def idle_note(settings: Mapping[str, Any]) -> str | None:
+    """Which of the options that were set mean nothing for want of a model; None when all are heeded."""
+    if settings.get("model") != "null":
+        return None
+    idle = [option.flag for option in ENGINE_OPTIONS if option.name in _IDLE_WITHOUT_MODEL and option.name in settings]
+    return f"--model null has no use for {', '.join(idle)}: ignored" if idle else None
+
+
 def run_config(settings: Mapping[str, Any], policy: str = "paged") -> RunConfig:
     """The engine's configuration from what was set. Raises UsageError naming option, value and limit."""
     get = settings.get
     seed = get("seed", 0)
+    if get("block_size", 1) > MAX_BLOCK_SIZE:
+        raise UsageError(f"--block-size = {settings['block_size']}: must be at most {MAX_BLOCK_SIZE}")
     model = {name: settings[name] for name in (
         "model", "load_format", "dtype", "device", "attention_backend", "max_model_len", "threads",
         "tensor_parallel_size", "trust_remote_code") if name in settings}

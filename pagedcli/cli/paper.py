@@ -19,7 +19,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 @app.command()
 def paper(
     experiments: Annotated[list[str] | None, typer.Argument(
-        help="all, table1, fig2, fig12 (all panels), fig12a .. fig19b. Default: all.")] = None,
+        help="all, table1, fig2, fig12 (all panels), fig12a .. fig19b.")] = None,
     lengths: Annotated[Path | None, typer.Option(
         metavar="FILE", help="Real ShareGPT lengths (CSV of input,output) in place of the synthetic set.")] = None,
     beams: Annotated[Path | None, typer.Option(
@@ -46,6 +46,9 @@ def paper(
         for name in registry():
             typer.echo(name)
         return
+    if not experiments:
+        raise UsageError("name the experiments to run: all (minutes on every core), or some of "
+                         f"{', '.join(registry())}")
     if not 0 < scale <= 1:
         raise UsageError(f"--scale = {scale}: must be above 0 and at most 1")
     if workers is not None and workers < 1:
@@ -53,7 +56,13 @@ def paper(
     setting = Setting(LengthSource(lengths), workers or default_workers(), scale, beams)
     signature = make_signature({"command": "paper", "lengths": lengths, "beams": beams, "scale": scale})
     judged = held = 0
-    for outcome in run_experiments(choose(experiments or []), setting):
+    names = choose(experiments)
+
+    def begun(name: str) -> None:
+        if len(names) > 1:
+            typer.echo(f"{name} has begun", err=True)
+
+    for outcome in run_experiments(names, setting, begun):
         _print(outcome)
         write_outcome(outcome, results, signature)
         judged, held = judged + len(outcome.judged), held + outcome.held

@@ -239,6 +239,26 @@ def test_quiet_and_json_summary(console: Console) -> None:
         assert name in summary
 
 
+def test_options_that_no_model_heeds_are_named(console: Console) -> None:
+    file = console.folder / "summary.json"
+    words = ("--tensor-parallel-size", "1", "--kv-cache-dtype", "fp8", "--block-size", "8", "--seed", "0")
+    console.generate(lines({"prompt": "a"}), *words, "--model", "null", "--json-summary", str(file))
+    assert json.loads(file.read_text())["notes"][-1] == (
+        "--model null has no use for --tensor-parallel-size, --seed, --kv-cache-dtype: ignored")
+    for more in (("--model", "null", "--block-size", "8"), words):
+        console.generate(lines({"prompt": "a"}), *more, "--json-summary", str(file), "--overwrite")
+        assert not any("no use" in note for note in json.loads(file.read_text())["notes"])
+
+
+@pytest.mark.parametrize(("name", "default"), [("a.jsonl", "a.out.jsonl"), ("a.json", "a.json.out.jsonl"),
+                                               ("a", "a.out.jsonl")])
+def test_the_default_output_is_as_the_help_says(console: Console, name: str, default: str) -> None:
+    assert console("generate", console.write(name, lines({"prompt": "a"}))).exit_code == 0
+    assert (console.folder / default).exists()
+    said = " ".join(console("generate", "--help").stdout.split())
+    assert "INPUT with .out.jsonl for its .jsonl, or after any other name." in said
+
+
 def test_existing_output_is_refused_before_any_work(console: Console) -> None:
     console.output().write_text("precious")
     result, _ = console("generate", console.write("in.jsonl", lines({"prompt": "a"}))), None
@@ -332,6 +352,7 @@ def test_ctrl_c_before_any_row_leaves_nothing(console: Console) -> None:
     (("--max-tokens", "many"), "'--max-tokens'"),
     (("--dtype", "fp64"), "fp64"),
     (("--block-size", "0"), "--block-size = 0"),
+    (("--block-size", "1000000", "--model", "null"), "--block-size = 1000000: must be at most 16384"),
     (("--kv-cache-memory", "lots"), "--kv-cache-memory = 'lots'"),
     (("--logit-bias", "5"), "--logit-bias '5'"),
     (("--limit", "0"), "--limit"),

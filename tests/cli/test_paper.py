@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from pagedcli.cli.app import app
@@ -30,6 +31,19 @@ def test_experiments_are_listed_and_unknown_ones_refused(tmp_path: Path) -> None
     done = invoke("paper", "fig99", "--results", str(tmp_path))
     assert done.exit_code == 2 and "no experiment" in done.output
     assert invoke("paper", "table1", "--scale", "0").exit_code == 2
+
+
+def test_nothing_runs_unasked(tmp_path: Path) -> None:
+    done = invoke("paper", "--results", str(tmp_path))
+    assert done.exit_code == 2 and "name the experiments" in done.output and "table1, fig2, fig12a" in done.output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_several_experiments_say_when_they_begin(tmp_path: Path, workers: str) -> None:
+    done = invoke("paper", "table1", "fig2", "--scale", "0.02", "--workers", workers, "--results", str(tmp_path))
+    assert done.exit_code == 0 and sorted(done.stderr.splitlines()) == ["fig2 has begun", "table1 has begun"]
+    assert invoke("paper", "table1", "--results", str(tmp_path)).stderr == ""
 
 
 def test_calibrate_writes_what_simulate_takes(tmp_path: Path) -> None:
