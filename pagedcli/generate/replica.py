@@ -25,7 +25,7 @@ PATIENCE_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A row to serve. `first_line`: line of an earlier row with the same id, which makes it a fault. `shared`: leading
+    """A row to serve. `first_line`: line of the row that has its id, which makes it a fault. `shared`: leading
     prompt tokens that earlier rows have too, which the replica may not have seen (None: not known, nor asked for)."""
 
     raw: RawRow

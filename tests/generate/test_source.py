@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import threading
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pagedcli.core.errors import UsageError
 from pagedcli.generate import source as module
@@ -89,6 +92,32 @@ def test_an_id_equal_to_another_rows_number_is_repeated() -> None:
 def test_the_row_that_says_a_number_is_refused_wherever_it_stands() -> None:
     scan = read(lines({"id": 4}, {"prompt": "1"}, {"id": 4}, {"id": "4"}, {"prompt": "4"}, {"id": 4}, {"id": 9})).scan()
     assert [scan.first_line_of(index) for index in range(7)] == [5, None, 1, None, None, 5, None]
+
+
+LINES = st.lists(st.sampled_from([
+    b'{"prompt": "a"}', b'{"id": null}', b"not json", b'{"prompt": NaN}', b'{"id": 1.5}', b'{"id": "\\ud800"}',
+    *(b'{"id": %d, "prompt": "a"}' % number for number in range(6)), b'{"id": 2, "prompt": "\\udc00"}',
+    b'{"id": "2"}', b'{"custom_id": "2", "body": {}}', b'{"id": 3, "id": 3}']), max_size=8)
+
+
+@given(LINES)
+def test_an_id_is_one_rows_whatever_stands_in_the_file(found: list[bytes]) -> None:
+    def said(line: bytes) -> object:
+        for unread in (b"not", b"1.5", b"d800", b'"id": 3, "id"'):
+            if unread in line:
+                return None
+        fields = json.loads(line.replace(b"\\udc00", b""))
+        return fields.get("custom_id", fields.get("id", "number") if fields.get("id", 0) is not None else "number")
+
+    saying = [said(line) for line in found]
+    numbers = {index for index, value in enumerate(saying) if value == "number"}
+    expected: list[object] = []
+    for index, value in enumerate(saying):
+        own = value is not None and value not in numbers and saying.index(value) == index
+        expected.append(index if value == "number" else value if own else None)
+    source = read(b"\n".join(found))
+    scan = source.scan()
+    assert [parse_row(row, scan.first_line_of(row.index)).id for row in source] == expected
 
 
 def test_a_line_that_cannot_be_read_has_no_number_to_take() -> None:
