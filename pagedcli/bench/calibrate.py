@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +102,10 @@ def read_trace(path: Path) -> Trace:
 def _rows(path: Path) -> list[Mapping[str, Any]]:
     try:
         text = path.read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as fault:
-        raise UsageError(f"cannot read the trace {path}: {fault}") from fault
+    except UnicodeDecodeError as fault:
+        raise UsageError(f"the trace {path} is not text: byte {fault.start} is not UTF-8") from fault
+    except OSError as fault:
+        raise UsageError(f"cannot read the trace {path}: {fault.strerror or fault}") from fault
     if path.suffix == ".csv":
         import csv
 
@@ -169,8 +173,10 @@ FREE: Mapping[str, tuple[float, float]] = {
 FIXED = Coefficients(attention_efficiency=0.4, layer_seconds=0.0, token_seconds=0.0, allreduce_seconds=2e-5)
 """What a per-request trace says too little about."""
 
-POOL_SCANS: tuple[tuple[float, int], ...] = ((0.35, 15), (0.05, 11))
-"""Pools tried when their size is not known: how far from the present one at most, and how many; a fit after each."""
+POOL_SCANS: tuple[tuple[float, int], ...] = ((0.3, 7), (0.08, 7), (0.02, 5))
+"""Pools tried when their size is not known: how far from the present one at most, and how many."""
+POOL_ROUNDS = 3
+"""Rounds of the short fit that each of them gets: with another's coefficients it would look worse than it is."""
 POOL_GAIN = 1e-3
 """Mean error that another pool must save; a pool that never fills says nothing of its size."""
 
@@ -227,34 +233,43 @@ def fit_trace(trace: Trace, deployment: Deployment, config: RunConfig, *, train:
         hardware = replace(deployment.hardware, coefficients=replace(FIXED, **values), engines={})
         return replay_trace(trace, config, replace(deployment, hardware=hardware, num_blocks=blocks))
 
-    def fit(blocks: int) -> dict[str, float]:
+    def fit(blocks: int, rounds: int = rounds) -> dict[str, float]:
         def residuals(values: Mapping[str, float]) -> Floats:
             simulated = statistics(run_latencies(run_with(values, blocks), keep))
             return np.array([math.log(max(simulated[name], 1e-9) / value) for name, value in measured.items()])
 
         return fit_positive(residuals, START, FREE, prior=PRIOR, rounds=rounds, step=0.03)
 
-    def error(values: Mapping[str, float], blocks: int) -> float:
+    def error(blocks: int) -> float:
         try:
+            values = fit(blocks, POOL_ROUNDS)
             return mean_error(measured, statistics(run_latencies(run_with(values, blocks), keep)))
         except UsageError:  # a request does not fit so small a pool, so the server's was larger
             return math.inf
 
     blocks = deployment.blocks
-    found = fit(blocks)
     for reach, points in POOL_SCANS if seek_pool else ():
-        tried = {size: error(found, size) for size in
+        tried = {size: error(size) for size in
                  (max(round(blocks * (1 + share)), 1) for share in np.linspace(-reach, reach, points))}
         best = min(tried, key=lambda size: tried[size])
-        if tried[best] < error(found, blocks) - POOL_GAIN:
+        if tried[best] < tried[blocks] - POOL_GAIN:
             blocks = best
-            found = fit(blocks)
+    found = fit(blocks)
     run = run_with(found, blocks)
     held_out = None
     if train is not None and train < len(trace):
         rest = slice(train, None)
         held_out = statistics(trace.latencies(rest)), statistics(run_latencies(run, rest))
     return Calibration(replace(FIXED, **found), measured, statistics(run_latencies(run, keep)), held_out, run, blocks)
+
+
+def fit_both(trace: Trace, deployment: Deployment, config: RunConfig, train: int, *,
+             seek_pool: bool) -> tuple[Calibration, Calibration]:
+    """The fit to all of a trace, and the one to its first `train` requests judged on the others, side by side."""
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        both = [pool.submit(fit_trace, trace, deployment, config, train=count, seek_pool=seek_pool)
+                for count in (None, train)]
+        return both[0].result(), both[1].result()
 
 
 def calibrated_hardware(hardware: Hardware, name: str, result: Calibration, trace: Trace,

@@ -51,7 +51,7 @@ def calibrate(
         return
     from dataclasses import replace
 
-    from pagedcli.bench.calibrate import calibrated_hardware, fit_trace, read_trace, vllm_config
+    from pagedcli.bench.calibrate import calibrated_hardware, fit_both, read_trace, vllm_config
     from pagedcli.execution.hardware import find_hardware, hardware_toml
     from pagedcli.execution.shapes import resolve_shape
     from pagedcli.execution.simulated import Deployment
@@ -64,8 +64,9 @@ def calibrate(
     config = vllm_config(max_num_batched_tokens, max_num_seqs)
     count = train if train is not None else max(len(measured) // _TRAIN_SHARE, 1)
     seek = num_kv_blocks is None
-    whole = fit_trace(measured, deployment, config, seek_pool=seek)
-    part = fit_trace(measured, deployment, config, train=count, seek_pool=seek)
+    if seek:
+        typer.echo("the server's KV pool is fitted too, some minutes; --num-kv-blocks N saves that", err=True)
+    whole, part = fit_both(measured, deployment, config, count, seek_pool=seek)
     _print_fit(whole, part, count, len(measured), fitted_pool=seek)
     entry = calibrated_hardware(device, output.stem, whole, measured, whole.blocks)
     output.write_text(hardware_toml(entry, f"Written by `pagedcli calibrate`; {entry.calibrated}."), "utf-8")

@@ -226,6 +226,9 @@ def pool_blocks(hardware: Hardware, shape: ModelShape, tensor_parallel: int = 1,
     if blocks < 1:
         raise CannotRunError(
             f"{shape.name} needs {shape.weight_bytes(dtype) / 1e9:.1f} GB for its weights and {tensor_parallel} x "
-            f"{hardware.title} leave {room / 1e9:.1f} GB for keys and values; use more devices "
-            "(--tensor-parallel-size) or a smaller model")
+            f"{hardware.title} leave {_left(room)}; use more devices (--tensor-parallel-size) or a smaller model")
     return int(blocks)
+
+
+def _left(room: float) -> str:
+    return f"{room / 1e9:.1f} GB for keys and values" if room > 0 else f"no room, {-room / 1e9:.1f} GB too little"

@@ -86,6 +86,9 @@ def _find(config: ModelConfig, say: Progress) -> ModelSource:
                          "with random ones, or give the folder that holds the weights")
     if config.model.lower() in SHORT_NAMES:
         return _from_package(config.model.lower(), say)
+    if path.is_file():
+        raise CannotRunError(f"--model = {config.model!r} is a file, but neither a .gguf file nor, with --load-format "
+                             "dummy, a config.json; give the folder that holds the model", "model_not_found")
     if config.model.startswith((".", "/", "~")) or config.model.count("/") > 1:
         raise CannotRunError(f"--model = {config.model!r}: no such folder", "model_not_found")
     if "/" not in config.model:

@@ -34,10 +34,10 @@ def _deployment() -> Deployment:
     return Deployment(find_hardware("rtx4090"), SHAPES["llama3-8b"], num_blocks=1500)
 
 
-def _made_trace(values: dict[str, float], count: int = 80) -> Trace:
+def _made_trace(values: dict[str, float], count: int = 80, rate: float = 6.0) -> Trace:
     rng = np.random.default_rng(1)
     prompt, output = rng.integers(20, 900, count).astype(float), rng.integers(20, 300, count).astype(float)
-    arrival = Poisson(6.0).deadlines(count, 0)
+    arrival = Poisson(rate).deadlines(count, 0)
     blank = np.zeros(count)
     deployment = _deployment()
     deployment = replace(deployment, hardware=replace(deployment.hardware, engines={},
@@ -56,6 +56,18 @@ def test_a_simulated_trace_is_fitted_closely() -> None:
     assert found.held_out_error is not None and found.held_out_error < 0.03
     mean, most = found.pool_use()
     assert 0 < mean < most <= 1
+
+
+def test_a_pool_whose_size_is_not_told_is_found() -> None:
+    trace = _made_trace({"weight_efficiency": 0.7, "flop_efficiency": 0.4, "kv_efficiency": 0.5,
+                         "step_seconds": 0.004, "sequence_seconds": 5e-5}, rate=40.0)
+    true = _deployment().blocks
+    wrong = replace(_deployment(), num_blocks=round(1.25 * true))
+    known = fit_trace(trace, wrong, vllm_config())
+    found = fit_trace(trace, wrong, vllm_config(), seek_pool=True)
+    assert known.blocks == wrong.blocks and found.blocks == pytest.approx(true, rel=0.08)
+    assert found.error < known.error and found.error < 0.02
+    assert found.preemptions > 0
 
 
 def test_least_squares_finds_a_curve() -> None:

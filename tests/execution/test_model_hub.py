@@ -230,6 +230,11 @@ def test_two_processes_convert_once_and_a_killed_one_leaves_nothing_behind(tmp_p
     assert gguf_cache.file_identity(file) not in folder.name
 
 
+def test_a_file_that_is_no_model_is_not_called_a_missing_folder(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    assert "is a file, but neither" in fault_of(str(tmp_path / "notes.txt")).message
+
+
 def test_a_damaged_conversion_is_made_anew_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def convert(file: Path, out: Path) -> None:
         (out / "config.json").write_text("{}")
