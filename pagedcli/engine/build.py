@@ -159,10 +159,13 @@ def _null(config: RunConfig) -> tuple[Executor, Any]:
 def _sampler(config: RunConfig, executor: Executor, tokenizer: Any, eos_ids: frozenset[int]) -> Sampler:
     if config.model.model == NULL_MODEL:
         return ScriptedSampler(executor.limits.vocab_size)
-    from pagedcli.engine.device_sampler import DeviceSampler
     from pagedcli.engine.sampler import TorchSampler
 
-    kind = DeviceSampler if executor.info.device == "cuda" else TorchSampler
+    kind = TorchSampler
+    if executor.info.device == "cuda":
+        from pagedcli.engine.device_sampler import DeviceSampler
+
+        kind = DeviceSampler
     return kind(config.seed, eos_ids=sorted(eos_ids), tokenizer=tokenizer)
 
 

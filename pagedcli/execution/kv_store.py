@@ -119,8 +119,9 @@ def size_pool(layout: KVLayout, dtype: torch.dtype, cache: CacheConfig, device: 
 class KVStore:
     """`pool`: [num_blocks, block_elements] on the device, zeroed. The host pool exists from the first swap on.
 
-    A block is one contiguous run over all layers, so each move below is one gather and one scatter of whole rows,
-    whatever the block size (the paper's artefact makes one small copy per layer and block).
+    A block is one contiguous run over all layers, so each move below is of whole rows, whatever the block size (the
+    paper's artefact makes one small copy per layer and block). Swaps here are between two pools in host memory; a
+    GPU's are in cuda_store.
     """
 
     def __init__(self, layout: KVLayout, dtype: torch.dtype, size: PoolSize, device: torch.device) -> None:
@@ -139,23 +140,14 @@ class KVStore:
             raw.index_copy_(0, target, raw.index_select(0, source))
 
     def swap_out(self, moves: Moves) -> None:
-        """Copy (device block, host block) pairs to host memory in one transfer."""
-        if moves and not self.pool.is_cuda:
+        """Copy (device block, host block) pairs to host memory."""
+        if moves:
             _copy_rows(self._host_pool(), self.pool, moves)
-        elif moves:
-            source, target = self._indices(moves, self.pool.device)
-            host = _bits(self._host_pool())
-            host.index_copy_(0, target.to(host.device), _bits(self.pool).index_select(0, source).to(host.device))
 
     def swap_in(self, moves: Moves) -> None:
-        """Copy (host block, device block) pairs back in one transfer."""
-        if moves and not self.pool.is_cuda:
+        """Copy (host block, device block) pairs back."""
+        if moves:
             _copy_rows(self.pool, self._host_pool(), moves)
-        elif moves:
-            host = _bits(self._host_pool())
-            source, target = self._indices(moves, host.device)
-            raw = _bits(self.pool)
-            raw.index_copy_(0, target.to(raw.device), host.index_select(0, source).to(raw.device))
 
     def close(self) -> None:
         """Give both pools back."""

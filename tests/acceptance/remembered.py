@@ -58,7 +58,8 @@ class RowMemory:
         ids = torch.tensor(rows)[:, old.shape[1]:]
         out = self._plain(input_ids=ids, attention_mask=torch.ones(len(rows), length, dtype=torch.long), cache=cache,
                           use_cache=True, logits_to_keep=1)
-        fresh = torch.stack([torch.stack([layer.keys, layer.values]) for layer in cache.layers])
+        layers: Any = cache.layers  # of one kind here; the library's type allows others
+        fresh = torch.stack([torch.stack([layer.keys, layer.values]) for layer in layers])
         fresh = fresh[..., old.shape[1]:, :].permute(2, 4, 0, 1, 3, 5)  # [row, position, layer, k or v, head, dim]
         places = self._store(fresh.flatten(0, 1)).view(len(rows), -1)
         for row, where, logits in zip(rows, torch.cat((old, places), 1), out.logits[:, -1], strict=True):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from typing import Any
 
 from pagedcli.core.request import SamplingParams
 from tests.acceptance.kit import Bench, real_prompts, serve
@@ -25,7 +26,7 @@ def main() -> None:
     prompts = [prefix + tuple(rest[30 * row:30 * row + 30]) for row in range(64)]
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=0)
     seconds: dict[bool, list[float]] = {True: [], False: []}
-    outputs = {}
+    outputs: dict[bool, list[Any]] = {}
     for _ in range(options.rounds):
         for cached in (True, False):
             engine = bench.engine(prefix=cached)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from pagedcli.core.request import SamplingParams
 from pagedcli.workloads import load_workload
@@ -69,7 +70,7 @@ def table(bench: Bench, name: str, jobs: list[Job], what: str) -> None:
           f"{sum(tokens for _, tokens in jobs) / len(jobs):.1f} out a sequence, blocks of 16")
     print(f"kind      width   saving  {'paper (OPT-13B, ' + name + ')':>28}  block copies")
     for (kind, width), printed in PAPER[name].items():
-        fields = {"n": width, "temperature": 1.0} if kind == "parallel" else {
+        fields: dict[str, Any] = {"n": width, "temperature": 1.0} if kind == "parallel" else {
             "use_beam_search": True, "beam_width": width, "temperature": 0.0}
         params = [SamplingParams(max_tokens=tokens, ignore_eos=True, seed=1, **fields) for _, tokens in jobs]
         engine = bench.engine(prefix=False)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,18 +18,13 @@ import torch
 from pagedcli.attention.interface import KVLayout
 from pagedcli.core.plan import Slice, StepPlan
 from tests.acceptance.kit import Bench
+from tests.timing import seconds_of
 
 TOKENS = 256
 
 
 def median_ms(work: Callable[[], object], rounds: int) -> float:
-    work()
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return 1000 * statistics.median(times)
+    return 1000 * statistics.median(seconds_of(work, rounds))
 
 
 def per_layer(layout: KVLayout, pool: torch.Tensor, blocks: list[int]) -> Callable[[], None]:

@@ -18,9 +18,13 @@ FILTERS = [(1, 1.0, 0.0, 1.0), (7, 1.0, 0.0, 0.8), (0, 0.3, 0.0, 1.0), (0, 0.95,
            (25, 0.7, 0.01, 1.3), (600, 0.999, 0.0, 2.0), (5000, 1.0, 0.0, 1.0)]
 
 
+SHARED = (test_sampler, test_beam, test_sampler_logprobs)
+"""Modules whose checks hold for both samplers."""
+
+
 @pytest.fixture
 def in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (test_sampler, test_beam, test_sampler_logprobs):
+    for module in SHARED:
         monkeypatch.setattr(module, "TorchSampler", DeviceSampler)
 
 
@@ -34,20 +38,24 @@ def in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     test_sampler_logprobs.test_logprobs_are_of_the_raw_distribution,
     test_sampler_logprobs.test_prompt_logprobs_survive_preemption_in_mid_prompt], ids=lambda check: check.__name__[5:])
 def test_it_follows_the_rules_of_the_other(in_its_place: None, check: Callable[[], None]) -> None:
+    assert all(module.TorchSampler is DeviceSampler for module in SHARED)  # else the other one would be checked
     check()
 
 
 @pytest.mark.parametrize("knobs", FILTERS)
 def test_filters_keep_the_right_tokens(in_its_place: None, knobs: tuple[int, float, float, float]) -> None:
+    assert all(module.TorchSampler is DeviceSampler for module in SHARED)
     test_sampler.test_filters_keep_the_right_tokens(*knobs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_logits_are_widened_exactly(in_its_place: None, dtype: torch.dtype) -> None:
+    assert all(module.TorchSampler is DeviceSampler for module in SHARED)
     test_sampler.test_half_precision_logits_are_widened_exactly(dtype)
 
 
 def test_a_row_has_the_same_bits_in_any_batch(in_its_place: None) -> None:
+    assert all(module.TorchSampler is DeviceSampler for module in SHARED)
     test_sampler.test_a_row_has_the_same_bits_in_any_batch(VOCAB)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 
 import torch
+
+from tests.timing import seconds_of
 
 COPY_BYTES = 256 << 20
 SHAPES = ((2048, 2048, 2048), (256, 576, 1536), (64, 576, 1536))
@@ -18,13 +19,7 @@ WEIGHT_BYTES = 64 << 20
 
 def fastest(call: Callable[[], object], times: int = 7) -> float:
     """Seconds of the fastest of several calls, after one that warms up."""
-    call()
-    taken = []
-    for _ in range(times):
-        begun = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - begun)
-    return min(taken)
+    return min(seconds_of(call, times))
 
 
 def copy_rate() -> float:
