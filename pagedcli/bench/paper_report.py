@@ -29,18 +29,18 @@ def write_outcome(outcome: Outcome, folder: Path, signature: Signature) -> list[
 
 
 def write_summary(folder: Path) -> Path:
-    """`README.md` over every experiment whose JSON lies in the folder, in the paper's order."""
-    from pagedcli.bench.experiments import registry
+    """`README.md` over every experiment whose JSON lies in the folder, in the paper's order.
 
-    stored = [json.loads((folder / f"{name}.json").read_text("utf-8")) for name in registry()
-              if (folder / f"{name}.json").is_file()]
+    Files that this version did not write (older, foreign, damaged) are named on the page with the reason and left out.
+    """
+    stored, left_out = _stored(folder)
     judged = [cell for item in stored for cell in item["cells"] if cell["verdict"] != "shown"]
     lines = ["# The PagedAttention paper, simulated", "",
              "Written by `pagedcli paper`. Real scheduler and memory policies, simulated time (cost model fitted to "
              "the A100 panels of Figure 12); request lengths are drawn from fitted distributions unless a note says "
              "otherwise. Paper: Kwon et al., SOSP 2023.", "",
              f"{sum(cell['verdict'] == 'holds' for cell in judged)} of {len(judged)} judged cells hold.", "",
-             *_origin(stored), *_verdicts(stored)]
+             *_origin(stored), *_named(left_out), *_verdicts(stored)]
     for item in stored:
         lines += [f"## {item['title']}", ""]
         if (folder / f"{item['key']}.png").is_file():
@@ -55,12 +55,74 @@ def write_summary(folder: Path) -> Path:
     return path
 
 
+_NUMBER, _MAYBE = (int, float), (int, float, type(None))
+_OUTCOME: Mapping[str, type | tuple[type, ...]] = {
+    "key": str, "title": str, "cells": list, "notes": list, "seconds": _NUMBER, "cpu_seconds": _NUMBER,
+    "signature": str}
+_CELL: Mapping[str, type | tuple[type, ...]] = {"name": str, "ours": _MAYBE, "paper": _MAYBE, "rule": str, "unit": str,
+                                                "verdict": str}
+"""What the page needs of a file and of each of its cells, and of which type."""
+
+
+def _stored(folder: Path) -> tuple[list[Mapping[str, Any]], dict[str, str]]:
+    """Outcomes in the folder in the paper's order, and the name of every other JSON file there with what is wrong."""
+    from pagedcli.bench.experiments import registry
+
+    names = list(registry())
+    present = {path.stem: path for path in sorted(folder.glob("*.json"))}
+    stored, left_out = [], {}
+    for name in sorted(present, key=lambda name: names.index(name) if name in names else len(names)):
+        content, wrong = _read(present[name], names)
+        if wrong:
+            left_out[present[name].name] = wrong
+        else:
+            stored.append(content)
+    return stored, left_out
+
+
+def _read(path: Path, names: Sequence[str]) -> tuple[Mapping[str, Any], str]:
+    """One file's outcome, and what keeps it off the page ("": nothing does)."""
+    if path.stem not in names:
+        return {}, "no experiment has this name"
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        return {}, f"cannot be read: {error.strerror}"
+    except (ValueError, RecursionError):  # neither UTF-8 nor JSON
+        return {}, "damaged: not JSON"
+    lacks = _lacks(content, _OUTCOME)
+    if not lacks:
+        lacks = sorted({name for cell in content["cells"] for name in _lacks(cell, _CELL)})
+    if lacks:
+        return {}, f"of another version: without a usable {', '.join(lacks)}"
+    if content["key"] != path.stem:
+        return {}, f"holds the results of {content['key']}"
+    return content, ""
+
+
+def _lacks(content: object, needed: Mapping[str, type | tuple[type, ...]]) -> list[str]:
+    """Fields that are missing or of another type."""
+    if not isinstance(content, dict):
+        return list(needed)
+    return [name for name, kind in needed.items() if name not in content or not isinstance(content[name], kind)]
+
+
+def _named(left_out: Mapping[str, str]) -> list[str]:
+    """Which files are not on the page, why, and how to get them onto it."""
+    if not left_out:
+        return []
+    return ["Left out, as not comparable with the others (`pagedcli paper NAME` writes an experiment's file anew):", "",
+            *(f"- `{name}`: {wrong}" for name, wrong in left_out.items()), ""]
+
+
 def _origin(stored: Sequence[Mapping[str, Any]]) -> list[str]:
     """Which code on which machine the files are from, or that they are mixed."""
     signatures = sorted({item["signature"] for item in stored})
+    if not signatures:
+        return []
     if len(signatures) == 1:
         return [f"All from one state of the code: `{signatures[0]}`", ""]
-    return ["Files of several states of the code:", "", *(
+    return ["Files of several states of the code or settings, which the count above adds up:", "", *(
         f"- {', '.join(item['key'] for item in stored if item['signature'] == text)}: `{text}`" for text in signatures),
         ""]
 

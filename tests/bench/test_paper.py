@@ -135,6 +135,37 @@ def test_a_page_of_mixed_results_says_so(tmp_path: Path) -> None:
     assert f"- table1: `{SIGNED.text}`" in page and f"- fig19a: `{other.text}`" in page
 
 
+def test_files_of_others_are_named_and_left_out(tmp_path: Path) -> None:
+    """Older, damaged and foreign files in the folder: each is named with what is wrong, none ends the command."""
+    write_outcome(run_experiment("table1", Setting()), tmp_path, SIGNED)
+    good = json.loads((tmp_path / "table1.json").read_text("utf-8"))
+    cell = good["cells"][0]
+    others = {
+        "fig2": ({name: value for name, value in good.items() if name != "signature"}, "without a usable signature"),
+        "fig13": ([1, 2], "of another version"),
+        "fig14": ({**good, "key": "fig14", "cells": [{**cell, "ours": "many"}, 5]}, "without a usable name, ours"),
+        "fig15": ({**good, "key": "fig15", "seconds": None}, "without a usable seconds"),
+        "fig16": (good, "holds the results of table1"),
+        "capacity": (good, "no experiment has this name"),
+    }
+    for name, (content, _) in others.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content), "utf-8")
+    broken = {"fig12a": b'{"key": "fig12a", "cel', "fig12b": b"\xff\xfe\x00", "fig12c": b"", "fig12d": b"[" * 200_000}
+    for name, content in broken.items():
+        (tmp_path / f"{name}.json").write_bytes(content)
+    (tmp_path / "fig17.json").mkdir()
+    page = write_summary(tmp_path).read_text("utf-8")
+    named = dict(line[2:].split(": ", 1) for line in page.splitlines() if line.startswith("- `"))
+    assert sorted(named) == sorted(f"`{name}.json`" for name in (*others, *broken, "fig17"))
+    assert all(wrong in named[f"`{name}.json`"] for name, (_, wrong) in others.items())
+    assert all(named[f"`{name}.json`"] == "damaged: not JSON" for name in broken)
+    assert "6 of 6 judged cells hold." in page and "All from one state of the code" in page
+    assert "| fig2 |" not in page
+
+    (tmp_path / "table1.json").unlink()
+    assert "0 of 0 judged cells hold." in write_summary(tmp_path).read_text("utf-8")
+
+
 def test_experiments_at_once_are_those_one_by_one() -> None:
     names = ["fig19a", "table1", "fig2"]
     together = {outcome.key: outcome for outcome in run_experiments(names, Setting(scale=0.02, workers=2))}
