@@ -51,12 +51,22 @@ def unfusable(decoder: HFDecoder) -> str | None:
 
 def packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
     """x [T, K] -> x @ weight.T + bias, with the weight laid out once for oneDNN where this torch has it."""
+    if widens(weight.dtype):
+        wide = packed(weight.float(), None if bias is None else bias.float())
+        return lambda x: wide(x.float()).to(weight.dtype)
     ops = torch.ops.mkldnn
     if torch.backends.mkldnn.is_available() and hasattr(ops, "_reorder_linear_weight"):
         held = ops._reorder_linear_weight(weight, None)
         return lambda x: ops._linear_pointwise(x, held, bias, "none", [], "")
     kept = weight.contiguous()
     return lambda x: torch.nn.functional.linear(x, kept, bias)
+
+
+def widens(dtype: torch.dtype) -> bool:
+    """Whether products of this type are computed in float32 and rounded once: oneDNN refuses bfloat16 on processors
+    below its least, and torch's own product of it gives a row other bits in another batch. Weights take twice the
+    memory then."""
+    return dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def packed_module(module: Any) -> Product:

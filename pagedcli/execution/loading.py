@@ -15,7 +15,7 @@ from pagedcli.core.errors import CannotRunError
 from pagedcli.execution.decoder import Decoder
 from pagedcli.execution.device_path import DevicePath, LargestStep, device_path
 from pagedcli.execution.families import position_limit
-from pagedcli.execution.fused_decoder import FusedDecoder, unfusable
+from pagedcli.execution.fused_decoder import FusedDecoder, unfusable, widens
 from pagedcli.execution.gguf_cache import check_conversion
 from pagedcli.execution.interface import ExecutorInfo, ExecutorLimits
 from pagedcli.execution.kv_store import PoolSize, Room, dtype_name, kv_dtype, size_pool
@@ -63,7 +63,8 @@ def choose_decoder(decoder: HFDecoder, backend: AttentionBackend) -> tuple[Calla
         return lambda own, _: own, f"transformers' own modules ({unfused})"
     slower = not_native(decoder, backend)
     if slower is not None:
-        return FusedDecoder, f"fused, products by oneDNN ({slower})"
+        how = "products by oneDNN" + (" in fp32, rounded to bf16" if widens(decoder.dtype) else "")
+        return FusedDecoder, f"fused, {how} ({slower})"
     return lambda own, most: NativeDecoder(pack_weights(own), most), NATIVE
 
 

@@ -152,6 +152,20 @@ def test_packed_products_do_not_depend_on_the_number_of_rows(dtype: torch.dtype)
             assert torch.equal(product(x[:rows].contiguous()), whole[:rows]), (width, rows)
 
 
+def test_without_bfloat16_products_they_are_taken_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_decoder, "widens", lambda dtype: dtype == torch.bfloat16)
+    rng = np.random.default_rng(1)
+    x, weight = (torch.from_numpy(rng.standard_normal((rows, 576), np.float32)).bfloat16() for rows in (64, 192))
+    bias = torch.from_numpy(rng.standard_normal(192, np.float32)).bfloat16()
+    product = packed(weight, bias)
+    whole = product(x)
+    exact = x.double() @ weight.double().T + bias.double()
+    assert whole.dtype == torch.bfloat16
+    assert ((whole.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-4).all(), "one rounding, of 8 bits"
+    for rows in (8, 16, 24, 40):
+        assert torch.equal(product(x[:rows].contiguous()), whole[:rows]), rows
+
+
 def test_a_step_with_padding_rows_writes_only_its_own(tmp_path: Path) -> None:
     executor = load(save_model("llama", tmp_path / "model"), attention_backend="cpu")
     pool = executor.store.pool
