@@ -94,15 +94,25 @@ def report(fault: Exception) -> int:
     if isinstance(fault, PagedError):
         _say(fault.message)
         return fault.exit_status
-    if isinstance(fault, MemoryError):
-        details = f" ({fault})" if str(fault) else ""
-        _say(f"this machine ran out of memory{details}; lower --num-kv-blocks, --kv-cache-memory or --max-num-seqs")
+    if _out_of_memory(fault):
+        details = f" ({fault})" if isinstance(fault, MemoryError) and str(fault) else ""
+        _say(f"this machine ran out of memory{details}; lower --num-kv-blocks, --kv-cache-memory, "
+             "--max-num-batched-tokens or --max-num-seqs")
     elif isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT):
         _say(f"the disk is full: {fault}")
     else:
         _say(f"internal error: {type(fault).__name__}: {fault}; run again with --debug for the traceback, and please "
              "report it")
     return ExitStatus.CANNOT_RUN
+
+
+def _out_of_memory(fault: Exception) -> bool:
+    """Whether an allocation failed; torch's own errors are looked for only where torch is loaded."""
+    if isinstance(fault, MemoryError) or "torch" not in sys.modules:
+        return isinstance(fault, MemoryError)
+    from pagedcli.execution.host_memory import is_out_of_memory
+
+    return is_out_of_memory(fault)
 
 
 def name_value(fault: typer.BadParameter) -> None:

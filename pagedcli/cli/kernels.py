@@ -91,7 +91,7 @@ def _bench(device: str, attention: str, dtype: str, full: bool) -> tuple[Bench, 
     """Where to measure and the name of the backend. CannotRunError or UsageError as for `generate`."""
     from pagedcli.attention.backends import make_backend
     from pagedcli.bench.micro import Bench
-    from pagedcli.execution.kv_store import free_memory
+    from pagedcli.execution.host_memory import free_memory
     from pagedcli.execution.placement import pick_device, pick_dtype
 
     place: torch.device = pick_device(device, attention)

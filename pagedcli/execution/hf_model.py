@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +20,11 @@ from pagedcli.execution.experts import tile_experts
 from pagedcli.execution.families import check_family
 from pagedcli.execution.flat_batch import ROW_TILE
 from pagedcli.execution.hook import HOOK_NAME, Observer, PagedRun, running
+from pagedcli.execution.host_memory import check_room, is_out_of_memory
 from pagedcli.execution.model_hub import ModelSource
 from pagedcli.execution.quiet import quiet_transformers
 
+WEIGHTS_WAY_OUT = "Choose a smaller --model, or a --dtype of fewer bytes (fp32 has 4 for each weight, bf16 2)"
 RANDOM_ELEMENTS = 4_194_301
 """Random numbers drawn for dummy weights, then repeated. A prime, so that no two rows of a matrix come out equal."""
 
@@ -109,6 +114,8 @@ def load_decoder(source: ModelSource, config: PretrainedConfig, dtype: torch.dty
             if source.dummy:
                 module = random_model(config, dtype, device, seed)
             else:
+                check_room("its weights", weight_bytes(source.weights_folder, dtype), device,
+                           WEIGHTS_WAY_OUT)
                 module = AutoModelForCausalLM.from_pretrained(
                     source.weights_folder, config=config, dtype=dtype, attn_implementation=HOOK_NAME,
                     local_files_only=True, use_safetensors=None if trust_remote_code else True,
@@ -117,13 +124,29 @@ def load_decoder(source: ModelSource, config: PretrainedConfig, dtype: torch.dty
             tile_experts(module)
             return HFDecoder(module.eval())
     except PagedError as fault:
+        if fault.code == "out_of_memory":
+            raise CannotRunError(f"{source.name}: {fault.message}", fault.code) from fault
         raise CannotRunError(f"{source.name}: models of type {model_type!r} cannot run on a paged KV cache: "
                              f"{fault.message}", fault.code) from fault
-    except torch.OutOfMemoryError as fault:
-        raise CannotRunError(f"{source.name}: not enough memory on {device} for the weights",
-                             "out_of_memory") from fault
     except Exception as fault:  # loaders and models raise what they like; to a user each means that it does not load
+        if is_out_of_memory(fault):
+            raise CannotRunError(f"{source.name}: not enough memory on {device} for the weights. {WEIGHTS_WAY_OUT}",
+                                 "out_of_memory") from fault
         raise _unloadable(source, model_type, fault) from fault
+
+
+def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
+    """Bytes that a folder's tensors take in `dtype`, by what its safetensors files say of themselves; 0 when they
+    cannot be read, which their loader will tell."""
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        try:
+            with file.open("rb") as stream:
+                head = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+            total += sum(math.prod(facts["shape"]) for name, facts in head.items() if name != "__metadata__")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError, OverflowError):
+            return 0
+    return total * dtype.itemsize
 
 
 def _unloadable(source: ModelSource, model_type: object, fault: Exception) -> CannotRunError:
@@ -169,6 +192,9 @@ def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
     """
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=HOOK_NAME)
+    tensors = [*module.parameters(), *module.buffers()]
+    check_room(f"{config.model_type} with random weights", sum(tensor.nbytes for tensor in tensors), device,
+               WEIGHTS_WAY_OUT)
     module.to_empty(device=device)
     module.tie_weights()
     text = config.get_text_config(decoder=True)

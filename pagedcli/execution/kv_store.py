@@ -6,13 +6,13 @@ import mmap
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from pagedcli.attention.interface import KVLayout
 from pagedcli.core.config import CacheConfig
 from pagedcli.core.errors import CannotRunError
+from pagedcli.execution.host_memory import free_memory, holding
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
@@ -35,33 +35,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 def kv_dtype(wanted: str, model_dtype: torch.dtype) -> torch.dtype:
     """The cache's dtype; `auto` is the model's own."""
     return model_dtype if wanted == "auto" else TORCH_DTYPES[wanted]
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes free for this process: on a CPU the least of the machine's and of the control group's."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    free = _available_memory()
-    group = Path("/sys/fs/cgroup")
-    for limit_file, used_file in (("memory.max", "memory.current"),
-                                  ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
-        try:
-            limit = int((group / limit_file).read_text())  # "max" when there is no limit
-            free = min(free, max(0, limit - int((group / used_file).read_text())))
-        except (OSError, ValueError):
-            continue
-    return free
-
-
-def _available_memory() -> int:
-    """Bytes that the machine can give without swapping: by the kernel's own account where there is one."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        import psutil
-
-        return int(psutil.virtual_memory().available)
-    return next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemAvailable:"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +63,7 @@ def size_pool(layout: KVLayout, dtype: torch.dtype, cache: CacheConfig, device: 
     CannotRunError when not even one block fits; it prints the bytes one request needs and the bytes given.
     """
     block_bytes = layout.block_elements * dtype.itemsize
-    host_blocks = min(cache.swap_space // block_bytes, MAX_DEFAULT_TOKENS // layout.block_size)
+    host_blocks = _host_blocks(cache.swap_space, block_bytes, layout.block_size)
     if cache.num_blocks is not None:
         return PoolSize(cache.num_blocks, host_blocks, block_bytes, f"{cache.num_blocks} blocks, as given")
     way_out = "--kv-cache-memory"
@@ -114,6 +87,19 @@ def size_pool(layout: KVLayout, dtype: torch.dtype, cache: CacheConfig, device: 
             f"{layout.block_size} tokens = {block_bytes:,} bytes ({longest:,} for one of {max_positions} tokens). "
             f"Raise {way_out}, or lower --block-size or --max-model-len", "kv_cache_too_small")
     return PoolSize(num_blocks, host_blocks, block_bytes, note)
+
+
+def _host_blocks(swap_space: int, block_bytes: int, block_size: int) -> int:
+    """Blocks of the swap pool. Nobody asked for the usual size, so it shrinks to what the host has free; any other
+    that does not fit is a CannotRunError."""
+    blocks = min(swap_space // block_bytes, MAX_DEFAULT_TOKENS // block_size)
+    free = free_memory(torch.device("cpu"))
+    if blocks * block_bytes > free:
+        if swap_space != CacheConfig().swap_space:
+            raise CannotRunError(f"--swap-space = {swap_space:,} bytes: host memory has {free:,} free. Lower it; 0 "
+                                 "swaps nothing", "out_of_memory")
+        blocks = free // block_bytes
+    return blocks
 
 
 class KVStore:
@@ -162,13 +148,14 @@ class KVStore:
 
     def _allocate(self, blocks: int, device: torch.device, *, pinned: bool, option: str) -> torch.Tensor:
         shape = (blocks, self.layout.block_elements)
-        try:
-            if device.type == "cpu" and not pinned:
-                return lazy_zeros(shape, self.dtype)
-            return torch.zeros(shape, dtype=self.dtype, device=device, pin_memory=pinned)
-        except (RuntimeError, OSError, OverflowError) as fault:
-            raise CannotRunError(f"cannot allocate {blocks:,} KV blocks of {self.size.block_bytes:,} bytes on "
-                                 f"{device}: lower {option}", "out_of_memory") from fault
+        what = f"{blocks:,} KV blocks of {self.size.block_bytes:,} bytes"
+        with holding(what, device, f"Lower {option}", blocks * self.size.block_bytes):
+            try:
+                if device.type == "cpu" and not pinned:
+                    return lazy_zeros(shape, self.dtype)
+                return torch.zeros(shape, dtype=self.dtype, device=device, pin_memory=pinned)
+            except (OSError, OverflowError) as fault:  # the system's refusal of a mapping
+                raise MemoryError from fault
 
     @staticmethod
     def _indices(moves: Moves, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,7 @@ from pagedcli.execution.model_hub import ModelSource
 from pagedcli.execution.native_decoder import NativeDecoder, not_native
 from pagedcli.execution.native_weights import pack_weights
 from pagedcli.execution.packed_copy import PackedCopy, drop_copy, find_copy, keep_copy
-from pagedcli.execution.placement import pick_device, pick_dtype
+from pagedcli.execution.placement import pick_device, pick_dtype, set_threads
 from pagedcli.execution.probe import Judged, probe
 from pagedcli.execution.torch_executor import TorchExecutor
 
@@ -83,7 +83,7 @@ def load_executor(source: ModelSource, model: ModelConfig, cache: CacheConfig, s
     if split is not None:
         device = split.device(device)
     if model.threads is not None:
-        torch.set_num_threads(model.threads)
+        set_threads(model.threads)
     dtype = pick_dtype(model.dtype, device)
     maker = _Maker(source, model, cache, split, step, device, dtype, started)
     copy = find_copy(source, dtype) if maker.keeps else None

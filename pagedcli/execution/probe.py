@@ -15,6 +15,7 @@ from pagedcli.core.errors import CannotRunError
 from pagedcli.core.plan import Slice, StepPlan
 from pagedcli.execution.decoder import Decoder
 from pagedcli.execution.flat_batch import flatten, forward
+from pagedcli.execution.host_memory import holding
 
 LENGTHS = (11, 6)
 CUTS = ((10, 3), (1, 3))
@@ -95,7 +96,10 @@ def probe(decoder: Model, backend: AttentionBackend, cache_dtype: torch.dtype, b
     check_layers(decoder, backend, cache_dtype, block_size, name)
     layout = KVLayout(decoder.specs, block_size)
     widths = [-(-length // block_size) for length in LENGTHS]
-    pool = torch.zeros((sum(widths), layout.block_elements), dtype=cache_dtype, device=decoder.device)
+    shape = sum(widths), layout.block_elements
+    with holding(f"--block-size = {block_size:,}: the {sum(widths)} blocks of the trial at load", decoder.device,
+                 "Lower it", math.prod(shape) * cache_dtype.itemsize):
+        pool = torch.zeros(shape, dtype=cache_dtype, device=decoder.device)
     ids = torch.randint(decoder.vocab_size, (len(LENGTHS), max(LENGTHS)),
                         generator=torch.Generator().manual_seed(0))
     tokens = [row[:length] for row, length in zip(ids.tolist(), LENGTHS, strict=True)]

@@ -10,9 +10,12 @@ import torch
 
 from pagedcli.attention.cpu_team import Team
 from pagedcli.execution import row_ops
+from pagedcli.execution.host_memory import holding
 
 ELEMENTS: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.bfloat16: np.uint16}
 """Element types that the row operations are compiled for."""
+TABLE_HALVES = 7
+"""Tensors of half a rotary table's size that making one holds at once: angles, both waves twice, the table."""
 ALONE = 1 << 15
 """Elements below which one thread is faster than waking others."""
 
@@ -29,9 +32,14 @@ def float_bits(value: float) -> int:
 
 
 def rotary_table(inv_freq: torch.Tensor, scale: float, positions: int) -> torch.Tensor:
-    """[positions, dim] float32: cosines then sines of each position, from inv_freq [dim / 2], times `scale`."""
-    angles = torch.arange(positions, dtype=torch.float32)[:, None] * inv_freq.float()[None]
-    return torch.cat([angles.cos() * scale, angles.sin() * scale], dim=1).contiguous()
+    """[positions, dim] float32: cosines then sines of each position, from inv_freq [dim / 2], times `scale`.
+
+    CannotRunError when it does not fit in memory.
+    """
+    with holding(f"the rotary table of {positions:,} positions", torch.device("cpu"), "Lower --max-model-len",
+                 4 * TABLE_HALVES * positions * len(inv_freq)):
+        angles = torch.arange(positions, dtype=torch.float32)[:, None] * inv_freq.float()[None]
+        return torch.cat([angles.cos() * scale, angles.sin() * scale], dim=1).contiguous()
 
 
 class RowTeam:

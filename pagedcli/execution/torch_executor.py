@@ -12,8 +12,11 @@ from pagedcli.core.plan import StepPlan, StepResult
 from pagedcli.execution.decoder import Decoder
 from pagedcli.execution.device_path import Steps
 from pagedcli.execution.flat_batch import flatten
+from pagedcli.execution.host_memory import holding
 from pagedcli.execution.interface import Executor, ExecutorInfo, ExecutorLimits
 from pagedcli.execution.kv_store import KVStore
+
+STEP_WAY_OUT = "Lower --max-num-batched-tokens or --max-num-seqs, or leave more memory free by --kv-cache-memory"
 
 
 class TorchExecutor(Executor):
@@ -55,7 +58,9 @@ class TorchExecutor(Executor):
                 return StepResult(None, moved - began, {"memory": moved - began})
             batch = flatten(plan, self.limits.block_size, self.decoder.row_tile)
             laid_out = time.perf_counter()
-            logits = self.steps.run(batch)
+            with holding(f"a step of {len(batch.ids):,} tokens and {len(batch.rows):,} rows of logits "
+                         f"({self.limits.vocab_size:,} each)", self.decoder.device, STEP_WAY_OUT):
+                logits = self.steps.run(batch)
         ended = time.perf_counter()
         parts = {"memory": moved - began, "layout": laid_out - moved, **self.steps.parts(ended - laid_out)}
         return StepResult(logits, ended - began, parts)

@@ -10,6 +10,7 @@ import time
 from statistics import median
 
 import pytest
+import torch
 
 from pagedcli import __version__
 from pagedcli.cli import app as module
@@ -75,6 +76,17 @@ def test_every_fault_has_its_exit_status(fault: Exception, status: int, words: s
                                          capsys: pytest.CaptureFixture[str]) -> None:
     assert report(fault) == status
     assert words in capsys.readouterr().err
+
+
+def test_torchs_words_for_too_little_memory_reach_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError, match="alloc_cpu") as fault:
+        torch.empty(1 << 55)
+    assert report(fault.value) == ExitStatus.CANNOT_RUN
+    told = capsys.readouterr().err
+    assert told.startswith("pagedcli: this machine ran out of memory; lower --num-kv-blocks")
+    assert "alloc" not in told and "internal" not in told
+    assert report(RuntimeError("shapes do not match")) == ExitStatus.CANNOT_RUN
+    assert "internal error: RuntimeError: shapes do not match" in capsys.readouterr().err
 
 
 def test_debug_is_not_taken_from_behind_a_double_dash() -> None:

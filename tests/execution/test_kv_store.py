@@ -11,7 +11,7 @@ import torch
 from pagedcli.attention.interface import KVLayout, LayerSpec
 from pagedcli.core.config import CacheConfig
 from pagedcli.core.errors import CannotRunError
-from pagedcli.execution import kv_store
+from pagedcli.execution import host_memory, kv_store
 from pagedcli.execution.kv_store import KVStore, PoolSize, dtype_name, kv_dtype, size_pool
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def test_bytes_are_turned_into_whole_blocks() -> None:
 def test_available_memory_is_what_psutil_says() -> None:
     import psutil
 
-    assert kv_store._available_memory() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+    assert host_memory._available_memory() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
 
 
 def test_without_a_size_a_share_of_free_memory_is_taken_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,8 +108,22 @@ def test_memory_is_lazy_and_aligned() -> None:
 
 
 def test_a_pool_beyond_the_machine_is_one_clear_error() -> None:
-    with pytest.raises(CannotRunError, match="KV blocks of 1,280 bytes on cpu"):
+    with pytest.raises(CannotRunError, match=r"^1,125,899,906,842,624 KV blocks of 1,280 bytes: "
+                       r"1,441,151,880,758,558,720 bytes, and cpu memory has [\d,]+ free. Lower --num-kv-blocks or"):
         KVStore(LAYOUT, torch.float32, PoolSize(1 << 50, 0, BLOCK * 4, ""), CPU)
+
+
+def test_a_pool_that_the_system_would_only_promise_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "free_memory", lambda device: 9 * BLOCK * 4 - 1)
+    with pytest.raises(CannotRunError, match=r"^9 KV blocks of 1,280 bytes: 11,520 bytes, and cpu memory has 11,519"):
+        KVStore(LAYOUT, torch.float32, PoolSize(9, 0, BLOCK * 4, ""), CPU)
+
+
+def test_swap_space_that_was_asked_for_must_fit_and_the_usual_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_store, "free_memory", lambda device: 10 * BLOCK * 4 + 5)
+    assert size_pool(LAYOUT, torch.float32, CacheConfig(num_blocks=1), CPU, 64).host_blocks == 10
+    with pytest.raises(CannotRunError, match="--swap-space = 14,080 bytes: host memory has 12,805 free"):
+        size_pool(LAYOUT, torch.float32, CacheConfig(num_blocks=1, swap_space=11 * BLOCK * 4), CPU, 64)
 
 
 def test_a_closed_store_gives_its_memory_back() -> None:

@@ -1,0 +1,80 @@
+"""How much memory a device has free, and the one error for what does not fit in it.
+
+What an option makes the program hold is compared with free memory before it is made: a system that promises more than
+it has kills the process later, without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from pagedcli.core.errors import CannotRunError
+
+_SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory",
+          "Storage size calculation overflowed")
+"""What torch's allocators say, whose errors on a CPU have no type of their own."""
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes free for this process: on a CPU the least of the machine's and of the control group's."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = _available_memory()
+    group = Path("/sys/fs/cgroup")
+    for limit_file, used_file in (("memory.max", "memory.current"),
+                                  ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        try:
+            limit = int((group / limit_file).read_text())  # "max" when there is no limit
+            free = min(free, max(0, limit - int((group / used_file).read_text())))
+        except (OSError, ValueError):
+            continue
+    return free
+
+
+def _available_memory() -> int:
+    """Bytes that the machine can give without swapping: by the kernel's own account where there is one."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        import psutil
+
+        return int(psutil.virtual_memory().available)
+    return next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemAvailable:"))
+
+
+def is_out_of_memory(fault: BaseException) -> bool:
+    """Whether an allocation failed, whoever made it."""
+    if isinstance(fault, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(fault, RuntimeError) and any(sign in str(fault) for sign in _SIGNS)
+
+
+def check_room(what: str, size: int, device: torch.device, way_out: str) -> None:
+    """CannotRunError when `what`, of `size` bytes, is more than the device has free; `way_out` says what to do.
+
+    A GPU is not asked: it refuses by itself, at once, and knows better what its allocator can use again.
+    """
+    if device.type != "cpu":
+        return
+    free = free_memory(device)
+    if size > free:
+        raise CannotRunError(f"{what}: {size:,} bytes, and {device.type} memory has {free:,} free. {way_out}",
+                             "out_of_memory")
+
+
+@contextmanager
+def holding(what: str, device: torch.device, way_out: str, size: int = 0) -> Iterator[None]:
+    """While `what` is made: CannotRunError when `size` bytes or anything allocated inside does not fit."""
+    if size:
+        check_room(what, size, device, way_out)
+    try:
+        yield
+    except (MemoryError, RuntimeError) as fault:
+        if not is_out_of_memory(fault):
+            raise
+        raise CannotRunError(f"{what}: does not fit in {device.type} memory, which has {free_memory(device):,} bytes "
+                             f"free. {way_out}", "out_of_memory") from fault
