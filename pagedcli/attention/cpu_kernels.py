@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import cfunc, njit, types
+from numba import njit, types
 
 from pagedcli.attention import cpu_shapes as shapes
 from pagedcli.attention.cpu_intrinsics import (
@@ -27,6 +27,7 @@ from pagedcli.attention.cpu_intrinsics import (
     store_i64,
 )
 from pagedcli.attention.cpu_vectors import CHUNKS, LANES, TILE
+from pagedcli.attention.kept_code import kept_cfunc
 
 # Fields of the argument block, int64 each (byte offsets). The counters have a cache line each; the rest are grouped by
 # when the backend sets them: once a layer, once a step, once a call.
@@ -298,17 +299,15 @@ class Loops:
 
 def build_loops() -> Loops:
     """Compiles the loops, or loads them from the disk cache where they were built before."""
-    stamp = shapes.source_stamp()
-
-    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    @kept_cfunc(types.void(types.int64), error_model="numpy")
     def write(a: int) -> None:
-        s = load_i64(a + SHAPE) + 0 * stamp
+        s = load_i64(a + SHAPE)
         thread = fetch_add(a + WRITERS, 1)
         write_rows(a, s, load_i64(a + SCRATCH) + thread * load_i64(s + shapes.SCRATCH_BYTES))
 
-    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    @kept_cfunc(types.void(types.int64), error_model="numpy")
     def attend(a: int) -> None:
-        s = load_i64(a + SHAPE) + 0 * stamp
+        s = load_i64(a + SHAPE)
         scratch = load_i64(a + SCRATCH) + fetch_add(a + NEXT_THREAD, 1) * load_i64(s + shapes.SCRATCH_BYTES)
         item = fetch_add(a + NEXT_ITEM, 1)
         while item < load_i64(a + ITEM_COUNT):

@@ -5,15 +5,12 @@ The loops are the same for every model and compiled once a machine; what depends
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from llvmlite import binding, ir
-from numba import cfunc
 from numba.core import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
@@ -32,6 +29,7 @@ from pagedcli.attention.cpu_vectors import (
     routine,
     row_counts,
 )
+from pagedcli.attention.kept_code import kept_cfunc
 
 ITEM_ROWS = 96
 """Query rows (tokens x group) of one item: enough to hide reading a tile, few enough to stay in the L2 cache."""
@@ -110,14 +108,6 @@ class KernelShape:
         return tuple(places)
 
 
-def source_stamp() -> int:
-    """Check sum of this package's CPU code: part of cache keys, since Numba watches only a function's own file."""
-    total = 0
-    for file in sorted(Path(__file__).parent.glob("cpu_*.py")):
-        total = zlib.crc32(file.read_bytes(), total)
-    return total
-
-
 def _fill(builder: ir.IRBuilder, table: Any, shape: KernelShape) -> None:
     """Emits the shape's routines and the stores of their addresses."""
     emit = Emit(builder)
@@ -177,11 +167,10 @@ def build_routines(shape: KernelShape) -> Routines:
     key_dim, value_dim, capped, budget = shape.key_dim, shape.value_dim, int(shape.capped), shape.budget
     dots = int(shape.dots)
     binding.initialize_native_asmparser()  # for the instruction in Emit.pair_fma
-    stamp = source_stamp()
 
-    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    @kept_cfunc(types.void(types.int64), error_model="numpy")
     def fill(table: int) -> None:
-        fill_table(table + 0 * stamp, source, cache, group, key_dim, value_dim, capped, budget, dots)
+        fill_table(table, source, cache, group, key_dim, value_dim, capped, budget, dots)
 
     table = np.zeros(TABLE_BYTES // 8, np.int64)
     fill.ctypes(table.ctypes.data)

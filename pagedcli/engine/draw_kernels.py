@@ -1,7 +1,6 @@
 """Choosing from rows of logits, in Numba: filters by bisection instead of sorting, draws by inverse CDF.
 
-Like `row_kernels`, whose statistics it starts from: every row is dealt with alone and in one order. Numba's cache looks
-at one file's age only, so after a change to `row_kernels.exp_weight` touch this file too.
+Like `row_kernels`, whose statistics it starts from: every row is dealt with alone and in one order.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
+from pagedcli.attention.kept_code import kept_njit
 from pagedcli.engine.row_kernels import BLOCK, exp_weight, sum_exp
 
 _PASSES = 8
@@ -20,20 +20,20 @@ _WIDE = np.float32(1e4)
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 
 
-@njit(cache=True)
+@kept_njit()
 def _key(value: Any) -> Any:
     """An integer that orders as the float does."""
     bits = np.int64(np.float32(value).view(np.int32))
     return bits if bits >= 0 else bits ^ np.int64(0x7FFFFFFF)
 
 
-@njit(cache=True)
+@kept_njit()
 def _from_key(key: int) -> Any:
     bits = key if key >= 0 else key ^ np.int64(0x7FFFFFFF)
     return np.int32(bits).view(np.float32)
 
 
-@njit(cache=True, fastmath={"reassoc"})
+@kept_njit(fastmath={"reassoc"})
 def _mass_at_least(values: Any, weights: Any, count: int, bound: Any) -> float:
     total = 0.0
     for i in range(count):
@@ -41,7 +41,7 @@ def _mass_at_least(values: Any, weights: Any, count: int, bound: Any) -> float:
     return total
 
 
-@njit(cache=True)
+@kept_njit()
 def _middle(low: Any, high: Any) -> Any:
     """Between two floats: halves the interval or, when that is very wide, the number of floats in it."""
     if high - low < _WIDE:
@@ -49,7 +49,7 @@ def _middle(low: Any, high: Any) -> Any:
     return _from_key((_key(low) + _key(high)) >> 1)
 
 
-@njit(cache=True)
+@kept_njit()
 def _bound(values: Any, weights: Any, count: int, wanted: float, low: Any, peak: Any, active: Any) -> Any:
     """The highest value such that entries at or above it weigh at least `wanted`; `low` if none above it does.
 
@@ -83,7 +83,7 @@ def _bound(values: Any, weights: Any, count: int, wanted: float, low: Any, peak:
         doubtful, masses, count = active[0], active[1], kept
 
 
-@njit(cache=True)
+@kept_njit()
 def _sift(row: Any, peaks: Any, bound: Any, values: Any, ids: Any) -> int:
     """Copies entries >= bound, by rising id, skipping blocks whose maximum is below it.
 
@@ -99,7 +99,7 @@ def _sift(row: Any, peaks: Any, bound: Any, values: Any, ids: Any) -> int:
     return count
 
 
-@njit(cache=True)
+@kept_njit()
 def _keep(values: Any, ids: Any, count: int, bound: Any) -> int:
     kept = 0
     for i in range(count):
@@ -110,7 +110,7 @@ def _keep(values: Any, ids: Any, count: int, bound: Any) -> int:
     return kept
 
 
-@njit(cache=True)
+@kept_njit()
 def _likely_bound(peaks: Any, k: int) -> Any:
     """A value that at least k entries reach: the k-th largest block maximum, when there are that many blocks."""
     blocks = peaks.shape[0]
@@ -119,13 +119,13 @@ def _likely_bound(peaks: Any, k: int) -> Any:
     return np.sort(peaks)[blocks - k]
 
 
-@njit(cache=True)
+@kept_njit()
 def _exponentials(values: Any, count: int, peak: Any, inverse: Any, weights: Any) -> None:
     for i in range(count):
         weights[i] = exp_weight((values[i] - peak) * inverse)
 
 
-@njit(cache=True, fastmath={"reassoc"})
+@kept_njit(fastmath={"reassoc"})
 def _sum(weights: Any, count: int) -> float:
     total = 0.0
     for i in range(count):
@@ -133,14 +133,14 @@ def _sum(weights: Any, count: int) -> float:
     return total
 
 
-@njit(cache=True)
+@kept_njit()
 def _weigh(values: Any, count: int, peak: Any, inverse: Any, weights: Any) -> float:
     """Fills weights with exp((value - peak) / temperature); returns their sum."""
     _exponentials(values, count, peak, inverse, weights)
     return _sum(weights, count)
 
 
-@njit(cache=True)
+@kept_njit()
 def _pick(weights: Any, count: int, target: float) -> int:
     """Place of the first entry at which the running sum passes `target`."""
     running, last = 0.0, 0
@@ -153,7 +153,7 @@ def _pick(weights: Any, count: int, target: float) -> int:
     return last
 
 
-@njit(cache=True)
+@kept_njit()
 def _draw_filtered(
     row: Any, peaks: Any, peak: Any, inverse: Any, top_k: Any, top_p: float, min_p: float, uniform: float,
     scratch: Any, ids: Any,
@@ -187,7 +187,7 @@ def _draw_filtered(
     return ids[_pick(weights, count, uniform * total)]
 
 
-@njit(cache=True)
+@kept_njit()
 def _draw_plain(row: Any, peak: Any, inverse: Any, sums: Any, uniform: float, weights: Any) -> int:
     total = 0.0
     for block in range(sums.shape[0]):
@@ -205,7 +205,7 @@ def _draw_plain(row: Any, peak: Any, inverse: Any, sums: Any, uniform: float, we
     return low + _pick(weights, high - low, target - running)
 
 
-@njit(cache=True)
+@kept_njit()
 def _draw(row: Any, place: int, best: Any, peaks: Any, sums: Any, knobs: Any, scratch: Any, ids: Any) -> int:
     width = row.shape[0]
     peak = row[best[place]]
@@ -222,7 +222,7 @@ def _draw(row: Any, place: int, best: Any, peaks: Any, sums: Any, knobs: Any, sc
     return _draw_plain(row, peak, inverse, parts, uniform, scratch[1])
 
 
-@njit(cache=True)
+@kept_njit()
 def draw_rows(
     values: Any, rows: Any, stats: Any, best: Any, peaks: Any, sums: Any, knobs: Any, scratch: Any, ids: Any,
     tokens: Any,
@@ -237,7 +237,7 @@ def draw_rows(
         tokens[job] = _draw(values[rows[job]], stats[job], best, peaks, sums, knobs[job], scratch[0], ids[0])
 
 
-@njit(cache=True, parallel=True)
+@kept_njit(parallel=True)
 def draw_rows_threads(
     values: Any, rows: Any, stats: Any, best: Any, peaks: Any, sums: Any, knobs: Any, scratch: Any, ids: Any,
     tokens: Any,
@@ -248,7 +248,7 @@ def draw_rows_threads(
         tokens[job] = _draw(values[rows[job]], stats[job], best, peaks, sums, knobs[job], scratch[thread], ids[thread])
 
 
-@njit(cache=True)
+@kept_njit()
 def top_entries(row: Any, peaks: Any, peak: Any, k: int, ids: Any) -> int:
     """The k largest finite entries, ties by lowest id, as ids by rising id; returns how many there are."""
     width = row.shape[0]

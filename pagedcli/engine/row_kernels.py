@@ -12,9 +12,10 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import carray, cfunc, njit, types
+from numba import carray, types
 
 from pagedcli.attention.cpu_intrinsics import as_pointer, fetch_add, load_i64
+from pagedcli.attention.kept_code import kept_cfunc, kept_njit
 
 BLOCK = 256
 LOWEST = np.float32(-87.0)
@@ -39,7 +40,7 @@ _HALF, _ONE, _ZERO = np.float32(0.5), np.float32(1.0), np.float32(0.0)
 # Numba has no vector exp without Intel's SVML, and calling libm for each of 49k entries would cost more than all else.
 # Range reduction to |r| <= ln(2)/2 and a degree 7 Taylor sum keep the error near one unit in the last place; "contract"
 # lets each of its steps be one fused multiply-add.
-@njit(cache=True, fastmath={"contract"})
+@kept_njit(fastmath={"contract"})
 def exp_weight(x: Any) -> Any:
     clamped = x if x > LOWEST else LOWEST
     power = np.float32(np.floor(clamped * _INV_LN2 + _HALF))
@@ -55,7 +56,7 @@ def exp_weight(x: Any) -> Any:
 
 
 # A maximum of floats does not vectorise (NaN and signed zeros have no order); one of order-preserving integers does.
-@njit(cache=True)
+@kept_njit()
 def _look(bits: Any) -> Any:
     """The largest of some floats given as their bits, and how many of them are no number."""
     best, odd = np.int32(-2147483648), np.int32(0)
@@ -67,7 +68,7 @@ def _look(bits: Any) -> Any:
 
 
 # "reassoc" gives the sum as many lanes as a vector register has: another order, but the same one for every row.
-@njit(cache=True, fastmath={"reassoc", "contract"})
+@kept_njit(fastmath={"reassoc", "contract"})
 def sum_exp(part: Any, peak: Any, inverse: Any) -> Any:
     total = _ZERO
     for i in range(part.shape[0]):
@@ -77,7 +78,7 @@ def sum_exp(part: Any, peak: Any, inverse: Any) -> Any:
 
 # Each block is looked at and summed while it is in the first-level cache, relative to its own largest entry; its sum is
 # brought to the row's afterwards. So a row that comes from memory is read once, behind the arithmetic.
-@njit(cache=True)
+@kept_njit()
 def _row_stats(row: Any, job: int, status: Any, best: Any, peaks: Any, sums: Any, log_sum: Any) -> None:
     width, blocks, odd = row.shape[0], peaks.shape[1], 0
     for block in range(blocks):
@@ -105,7 +106,7 @@ def _row_stats(row: Any, job: int, status: Any, best: Any, peaks: Any, sums: Any
         log_sum[job] = np.float64(peak) + math.log(total)
 
 
-@njit(cache=True)
+@kept_njit()
 def row_stats(values: Any, rows: Any, status: Any, best: Any, peaks: Any, sums: Any, log_sum: Any) -> None:
     """For each of `rows`: the first index of its maximum, block maxima, block sums of exp(x - max), and logsumexp.
 
@@ -122,7 +123,7 @@ def row_stats_part() -> Any:
     The block: jobs, entries a row, blocks a row, addresses of values, rows, status, best, peaks, sums, log_sum; the
     counter, 0, stands at place 16.
     """
-    @cfunc(types.void(types.int64), cache=True)
+    @kept_cfunc(types.void(types.int64))
     def part(a: int) -> None:
         jobs, width, blocks = load_i64(a), load_i64(a + 8), load_i64(a + 16)
         rows = carray(as_pointer(load_i64(a + 32)), (jobs,), np.int64)

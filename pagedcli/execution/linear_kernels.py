@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from llvmlite import binding, ir
-from numba import cfunc, njit
+from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from pagedcli.attention.cpu_intrinsics import call, fetch_add, load_i64
-from pagedcli.attention.cpu_shapes import source_stamp
 from pagedcli.attention.cpu_vectors import BYTES, F32, I32, I64, LANES, Emit, routine
+from pagedcli.attention.kept_code import kept_cfunc
 
 COLUMNS = 64
 """Output columns of a group: four vectors, which with six rows leaves 24 sums, 4 weights and a spread input."""
@@ -161,11 +161,10 @@ fill_tiles: Any = intrinsic(prefer_literal=True)(_fill_tiles)
 def build_tiles(kind: str, epilogue: str) -> Any:
     """void(address of a table of TILE_ROWS + 1 int64): fills it with the addresses of the tiles by their rows."""
     binding.initialize_native_asmparser()  # for the instruction in Emit.pair_fma
-    stamp = source_stamp()
 
-    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    @kept_cfunc(types.void(types.int64), error_model="numpy")
     def fill(table: int) -> None:
-        fill_tiles(table + 0 * stamp, kind, epilogue)
+        fill_tiles(table, kind, epilogue)
 
     return fill
 
@@ -190,7 +189,7 @@ def multiply_block(a: int, group: int, first: int, last: int) -> None:
 @cache  # kept for good: programs hold its address
 def build_product() -> Any:
     """void(address of an argument block): one thread's part of a product, groups and blocks of rows by the counter."""
-    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    @kept_cfunc(types.void(types.int64), error_model="numpy")
     def product(a: int) -> None:
         rows, groups = load_i64(a + 8 * ROWS), load_i64(a + 8 * GROUPS)
         block = load_i64(a + 8 * BLOCK)

@@ -13,12 +13,12 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import cfunc, types
+from numba import types
 from numpy.typing import NDArray
 
 from pagedcli.attention.cpu_intrinsics import ask, call, cycles, fetch_add, load_i64, load_shared, pause, store_i64
-from pagedcli.attention.cpu_shapes import source_stamp
 from pagedcli.attention.cpu_team import Team
+from pagedcli.attention.kept_code import kept_cfunc
 
 # The program's own block, int64 each; what threads change has cache lines of its own.
 OPERATIONS, COUNT, SIZER, ASKED, CLOCKS, YIELD, ARRIVED, ENTERED = 0, 1, 2, 3, 4, 5, 16, 24
@@ -30,12 +30,10 @@ PATIENCE = 4000
 @cache  # kept for good: a team may hold its address
 def build_run() -> Any:
     """void(address of a program's block): one thread's part of the program."""
-    stamp = source_stamp()
-
-    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    @kept_cfunc(types.void(types.int64), error_model="numpy")
     def run(a: int) -> None:
         operations, count = load_i64(a + 8 * OPERATIONS), load_i64(a + 8 * COUNT)
-        sizer, clocks = load_i64(a + 8 * SIZER) + 0 * stamp, load_i64(a + 8 * CLOCKS)
+        sizer, clocks = load_i64(a + 8 * SIZER), load_i64(a + 8 * CLOCKS)
         threads = ask(sizer) if sizer != 0 else load_i64(a + 8 * ASKED)
         keeps_time = fetch_add(a + 8 * ENTERED, 1) == 0
         if keeps_time:

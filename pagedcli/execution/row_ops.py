@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, types
 from numba.extending import overload
 
 from pagedcli.attention.cpu_intrinsics import as_pointer, compiled_intrinsic, fetch_add, load_i64
+from pagedcli.attention.kept_code import kept_cfunc, kept_njit
 
 _LN2_INV = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)
@@ -66,7 +67,7 @@ def _narrow_overload(x: Any, like: Any) -> Any:
     return to_bits if like.dtype == types.uint16 else as_it_is
 
 
-@njit(cache=True)
+@kept_njit()
 def _exp(x: Any) -> Any:
     power = np.float32(np.floor(x * _LN2_INV + _HALF))
     r = (x - power * _LN2_HIGH) - power * _LN2_LOW
@@ -80,7 +81,7 @@ def _exp(x: Any) -> Any:
 
 
 # "reassoc" lets the sum use the lanes of a vector; the order is that of the compiled loop, the same for every row.
-@njit(cache=True, fastmath={"reassoc", "contract"})
+@kept_njit(fastmath={"reassoc", "contract"})
 def _square_sum(row: Any) -> Any:
     total = np.float32(0)
     for i in range(row.shape[0]):
@@ -89,14 +90,14 @@ def _square_sum(row: Any) -> Any:
     return total
 
 
-@njit(cache=True)
+@kept_njit()
 def _scale_row(row: Any, weight: Any, eps: Any, out: Any) -> None:
     factor = _ONE / np.sqrt(_square_sum(row) / np.float32(row.shape[0]) + eps)
     for i in range(row.shape[0]):
         out[i] = _narrow(_widen(row[i]) * factor * _widen(weight[i]), out)
 
 
-@njit(cache=True)
+@kept_njit()
 def norm_row(row: int, residual: Any, delta: Any, weight: Any, eps: Any, out: Any) -> None:
     """residual[row] += delta[row] (when there is one); out[row] = its root-mean-square norm times weight."""
     line = residual[row, :weight.shape[0]]
@@ -107,7 +108,7 @@ def norm_row(row: int, residual: Any, delta: Any, weight: Any, eps: Any, out: An
     _scale_row(line, weight, eps, out[row])
 
 
-@njit(cache=True)
+@kept_njit()
 def rope_row(row: int, qkv: Any, heads: int, dim: int, position: int, table: Any, weights: Any, eps: Any,
              queries: int) -> None:
     """Norm (when `weights` [2, dim] are given) and turn the first `heads` heads of qkv[row]; queries come first."""
@@ -124,7 +125,7 @@ def rope_row(row: int, qkv: Any, heads: int, dim: int, position: int, table: Any
             part[i + half] = _narrow(b * c + a * s, part)
 
 
-@njit(cache=True, error_model="numpy")
+@kept_njit(error_model="numpy")
 def silu_row(row: int, gate_up: Any, out: Any) -> None:
     """out[row] = silu(gate) * up, where gate_up[row] holds both halves."""
     line, target = gate_up[row], out[row]
@@ -141,7 +142,7 @@ def _argument(base: Any, place: int) -> Any:
     return load_i64(base + 8 * place)
 
 
-_arg = njit(cache=True)(_argument)
+_arg = kept_njit()(_argument)
 
 
 @compiled_intrinsic
@@ -170,7 +171,7 @@ def build_norm(element: Any, stream: Any = None) -> Any:
             for row in range(first, min(first + piece, rows)):
                 norm_row(row, residual, delta, weight, eps, out)
             first = fetch_add(base + 8 * NEXT, piece)
-    return cfunc(types.void(types.voidptr), cache=True)(work)
+    return kept_cfunc(types.void(types.voidptr))(work)
 
 
 def build_rope(element: Any) -> Any:
@@ -190,7 +191,7 @@ def build_rope(element: Any) -> Any:
             for row in range(first, min(first + piece, rows)):
                 rope_row(row, qkv, _arg(base, 9), dim, positions[row], table, weights, eps, _arg(base, 11))
             first = fetch_add(base + 8 * NEXT, piece)
-    return cfunc(types.void(types.voidptr), cache=True)(work)
+    return kept_cfunc(types.void(types.voidptr))(work)
 
 
 def build_silu(element: Any) -> Any:
@@ -205,7 +206,7 @@ def build_silu(element: Any) -> Any:
             for row in range(first, min(first + piece, rows)):
                 silu_row(row, gate_up, out)
             first = fetch_add(base + 8 * NEXT, piece)
-    return cfunc(types.void(types.voidptr), cache=True)(work)
+    return kept_cfunc(types.void(types.voidptr))(work)
 
 
 def build_take(element: Any, stream: Any = None) -> Any:
@@ -227,7 +228,7 @@ def build_take(element: Any, stream: Any = None) -> Any:
                 for i in range(width):
                     out[row, i] = _narrow(_widen(line[i]), out)
             first = fetch_add(base + 8 * NEXT, piece)
-    return cfunc(types.void(types.voidptr), cache=True)(work)
+    return kept_cfunc(types.void(types.voidptr))(work)
 
 
 def build_unpack(element: Any) -> Any:
@@ -251,7 +252,7 @@ def build_unpack(element: Any) -> Any:
                     for cell in range(cells):
                         out[row, step * cells + cell] = _widen(line[step * columns, cell])
             first = fetch_add(base + 8 * NEXT, piece)
-    return cfunc(types.void(types.voidptr), cache=True)(work)
+    return kept_cfunc(types.void(types.voidptr))(work)
 
 
 BUILDERS: dict[str, Callable[[Any], Any]] = {"norm": build_norm, "rope": build_rope, "silu": build_silu,
