@@ -16,6 +16,7 @@ from pagedcli.cli.help_text import GroupedHelp
 from pagedcli.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, with_options
 from pagedcli.cli.ranks import leading_ranks
 from pagedcli.core.errors import ExitStatus, UsageError
+from pagedcli.core.wording import counted
 
 if TYPE_CHECKING:
     from pagedcli.bench.session import Session
@@ -54,7 +55,7 @@ def _bench(environment: Environment, setup: Setup, settings: dict[str, Any]) -> 
     backend = load_backend(setup, environment.say)
     try:
         workload = load_work(setup, backend)
-        environment.say(f"workload {workload.label}: {len(workload.requests)} requests. {workload.source}")
+        environment.say(f"workload {workload.label}: {counted(len(workload.requests), 'request')}. {workload.source}")
         for note in (*workload.notes, *backend.executor.info.notes):
             environment.say(f"note: {note}")
         session = _session(setup, backend, workload)
@@ -99,8 +100,8 @@ def _run(environment: Environment, setup: Setup, session: Session) -> None:
                 found = session.find_capacity(policy, observer)
             for item in found:
                 if item.too_few:
-                    environment.say(f"{policy}: {len(session.requests)} requests are served at {item.limit:g} s/token "
-                                    "or less even when they arrive all but at once, so they are too few to show a "
+                    environment.say(f"{policy}: {counted(len(session.requests), 'request')} served at {item.limit:g} "
+                                    "s/token or less even when they arrive all but at once: too few to show a "
                                     "capacity: raise --num-requests")
                     continue
                 environment.say(f"{policy}: {item.rate:.3g} req/s at {item.limit:g} s/token or less "
@@ -136,7 +137,7 @@ def _results(setup: Setup, backend: Backend, workload: Workload, session: Sessio
     pool = limits.num_blocks * limits.bytes_per_block / 2**20
     told: dict[str, Any] = {
         "source": workload.source, "tokens counted by": workload.tokenizer, "load_format": config.model.load_format,
-        "KV pool": f"{limits.num_blocks} blocks of {limits.block_size} tokens ({pool:.0f} MiB)",
+        "KV pool": f"{counted(limits.num_blocks, 'block')} of {counted(limits.block_size, 'token')} ({pool:.0f} MiB)",
         "mean prompt": _mean([row.prompt_len for row in workload.requests]),
         "mean output": _mean([row.output_len for row in workload.requests]),
         "rows dropped": ", ".join(f"{count} {why}" for why, count in workload.dropped.items()),

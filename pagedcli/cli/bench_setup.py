@@ -12,6 +12,7 @@ from pagedcli.cli.options import Option, run_config, sampling_fields
 from pagedcli.core.config import POLICIES, RunConfig
 from pagedcli.core.errors import CannotRunError, UsageError
 from pagedcli.core.request import SamplingParams
+from pagedcli.core.wording import counted
 
 if TYPE_CHECKING:
     from pagedcli.bench.session import Experiment, Runner
@@ -268,4 +269,4 @@ def load_work(setup: Setup, backend: Backend) -> Workload:
     if most is None:
         return work
     cut = tuple(replace(row, output_len=min(row.output_len, most)) for row in work.requests)
-    return replace(work, requests=cut, notes=(*work.notes, f"outputs cut to {most} tokens (--max-tokens)"))
+    return replace(work, requests=cut, notes=(*work.notes, f"outputs cut to {counted(most, 'token')} (--max-tokens)"))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pagedcli.core.errors import UsageError
+from pagedcli.core.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -97,7 +98,7 @@ def _print_fit(whole: Calibration, part: Calibration, count: int, total: int, *,
     console.print(f"mean absolute error, fitted on all {total}: {whole.error:.2%}")
     console.print(f"mean absolute error, fitted on the first {count}, judged on the other {total - count}: "
                   f"{part.held_out_error:.2%}")
-    pool = f"{whole.blocks} blocks" + (f" (fitted; {part.blocks} by the first {count})" if fitted_pool else "")
+    pool = counted(whole.blocks, "block") + (f" (fitted; {part.blocks} by the first {count})" if fitted_pool else "")
     console.print(f"preemptions: {whole.preemptions}; KV pool of {pool}: {mean:.1%} held on average, "
                   f"{most:.1%} at most")
     for name, value in whole.coefficients.as_dict().items():
@@ -113,8 +114,8 @@ def _from_run(folder: Path, output: Path) -> None:
     results = read_results(folder)
     shape = resolve_shape(settings_of(results)["model"])
     fit = fit_run(results, shape, output.stem)
-    typer.echo(f"fitted to {fit.steps} steps: median error of a step {fit.median_error:.1%}, of all time together "
-               f"{fit.total_error:+.1%}")
+    typer.echo(f"fitted to {counted(fit.steps, 'step')}: median error of a step {fit.median_error:.1%}, of all time "
+               f"together {fit.total_error:+.1%}")
     for run in replay_runs(results, fit.hardware):
         typer.echo(f"rate {run.rate:g} req/s: normalized latency measured {run.measured:.4f}, simulated "
                    f"{run.simulated:.4f} s/token ({run.error:+.1%}); output {run.measured_throughput:.1f} and "

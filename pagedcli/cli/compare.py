@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pagedcli.core.errors import ExitStatus, UsageError
+from pagedcli.core.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,7 +94,7 @@ def _print(found: Comparison, every: bool, made: str) -> None:
     if not found.lost and not any(row.change for row in found.rows):
         console.print(Text(f"nothing changed: all {len(found.rows)} figures are equal in A and B"))
     for policy, rate, was, now in found.lost:
-        console.print(Text(f"{policy}, {rate_text(rate)}: {now} requests failed in B, {was} in A"))
+        console.print(Text(f"{policy}, {rate_text(rate)}: {counted(now, 'request')} failed in B, {was} in A"))
     if found.gated:
         console.print(Text("REGRESSION" if found.regressed else "no regression beyond the limits", style="bold"))
 

@@ -18,6 +18,7 @@ import typer
 from pagedcli import __version__
 from pagedcli.core.config import ModelConfig
 from pagedcli.core.errors import ExitStatus, PagedError
+from pagedcli.core.wording import counted
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
                   context_settings={"help_option_names": ["-h", "--help"]})
@@ -90,7 +91,7 @@ def _looked_at(name: str, look: Callable[[], tuple[bool, str]]) -> Finding:
 def _devices() -> tuple[bool, str]:
     torch: Any = importlib.import_module("torch")
     if not torch.cuda.is_available():
-        return True, f"CPU only (torch {torch.__version__}, {torch.get_num_threads()} threads)"
+        return True, f"CPU only (torch {torch.__version__}, {counted(torch.get_num_threads(), 'thread')})"
     names = []
     for number in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(number)
@@ -118,7 +119,7 @@ def _numba() -> tuple[bool, str]:
 
     numpy: Any = importlib.import_module("numpy")
     good = count(numpy.ones(64)) == 64.0
-    return good, f"{numba.get_num_threads()} threads, {numba.threading_layer()} layer, compiled a test loop"
+    return good, f"{counted(numba.get_num_threads(), 'thread')}, {numba.threading_layer()} layer, compiled a test loop"
 
 
 def _cpu() -> tuple[bool, str]:
@@ -133,7 +134,8 @@ def _cpu() -> tuple[bool, str]:
     found = [name for name in _CPU_FEATURES if name in flags]
     bf16 = "bf16 in hardware" if flags & {"avx512_bf16", "amx_bf16", "bf16"} else "bf16 widened in software"
     cores = len(os.sched_getaffinity(0))
-    return True, f"{model}, {cores} cores for this process, {' '.join(found) or 'no vector extensions listed'}, {bf16}"
+    vectors = " ".join(found) or "no vector extensions listed"
+    return True, f"{model}, {counted(cores, 'core')} for this process, {vectors}, {bf16}"
 
 
 def _memory() -> tuple[bool, str]:

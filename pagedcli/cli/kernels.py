@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from pagedcli.core.errors import ExitStatus, UsageError
+from pagedcli.core.wording import counted
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +74,7 @@ def kernels(
     rows, skipped = (*figure.rows, *rest.rows), (*figure.skipped, *rest.skipped)
     _tell_skipped(skipped)
     wrong = [row for row in rows if not row.good]
-    typer.echo(f"{len(rows)} rows, {len(wrong)} with wrong outputs, {len(skipped)} skipped, in "
+    typer.echo(f"{counted(len(rows), 'row')}, {len(wrong)} with wrong outputs, {len(skipped)} skipped, in "
                f"{time.perf_counter() - began:.0f} s")
     typer.echo(signature.text)
     if json_file is not None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pagedcli.cli.environment import Environment
+from pagedcli.core.wording import counted
 
 if TYPE_CHECKING:
     from pagedcli.generate.job import Observer, Progress
@@ -49,13 +50,13 @@ def summary_lines(summary: Summary) -> list[str]:
     seconds, waste = summary.seconds, summary.waste
     unused = 1 - waste.get("token", 0.0) - waste.get("free", 0.0) if waste else 0.0
     resumed = f", {summary.resumed} of them from the journal" if summary.resumed else ""
-    ahead = f" ({summary.warmed_tokens:,} tokens computed ahead)" if summary.warmed_tokens else ""
+    ahead = f" ({counted(summary.warmed_tokens, 'token')} computed ahead)" if summary.warmed_tokens else ""
     lines = [
         ("rows", f"{summary.good} good, {summary.failed} failed{resumed}"),
         ("tokens", f"{summary.prompt_tokens:,} in at {summary.prompt_tokens_per_s:,.1f}/s, "
                    f"{summary.output_tokens:,} out at {summary.output_tokens_per_s:,.1f}/s"),
-        ("KV cache", f"peak {summary.peak_kv_use:.1%} of {summary.kv_blocks} blocks ({_size(summary.kv_bytes)}), "
-                     f"waste {unused:.1%} of the pool on average"),
+        ("KV cache", f"peak {summary.peak_kv_use:.1%} of {counted(summary.kv_blocks, 'block')} "
+                     f"({_size(summary.kv_bytes)}), waste {unused:.1%} of the pool on average"),
         ("sharing", f"prefix hit rate {summary.prefix_hit_rate:.1%}{ahead}, blocks saved by sharing "
                     f"{summary.sharing_saving:.1%}, {summary.block_copies} copied"),
         ("preemptions", f"{summary.preemptions.get('recompute', 0)} by recompute, {summary.preemptions.get('swap', 0)} "

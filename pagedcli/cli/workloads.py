@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from pagedcli.core.wording import counted
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -144,7 +146,8 @@ def _print_workload(workload: Workload) -> None:
 
     console = Console()
     account = _account(workload)
-    console.print(f"[bold]{escape(workload.label)}[/bold]: {len(workload.requests):,} requests", highlight=False)
+    console.print(f"[bold]{escape(workload.label)}[/bold]: {counted(len(workload.requests), 'request')}",
+                  highlight=False)
     lines = [f"source: {workload.source}", f"tokens: {workload.tokenizer}", *(f"note: {n}" for n in workload.notes)]
     if not workload.synthetic:
         dropped = "; ".join(f"{count:,} {why}" for why, count in workload.dropped.items()) or "none"

@@ -11,6 +11,7 @@ from typing import Any
 from pagedcli.core.clock import Clock, WallClock
 from pagedcli.core.config import RunConfig, SchedulerConfig
 from pagedcli.core.errors import CannotRunError, UsageError
+from pagedcli.core.wording import counted
 from pagedcli.engine.engine import Engine
 from pagedcli.engine.interface import Counters, Sampler, Scheduler, TextState
 from pagedcli.engine.lifecycle import Lifecycle
@@ -92,8 +93,8 @@ def make_memory(config: RunConfig, limits: ExecutorLimits, max_len: int) -> Memo
     try:
         return _MEMORIES[config.policy](config, limits, max_len)
     except (MemoryError, OverflowError) as fault:
-        raise CannotRunError(f"{limits.num_blocks:,} KV blocks are more than this machine can keep account of; lower "
-                             "--num-kv-blocks or --kv-cache-memory", "out_of_memory") from fault
+        raise CannotRunError(f"{counted(limits.num_blocks, 'KV block')} are more than this machine can keep account "
+                             "of; lower --num-kv-blocks or --kv-cache-memory", "out_of_memory") from fault
 
 
 def scheduler_settings(config: RunConfig, memory: MemoryPolicy) -> SchedulerConfig:

@@ -11,6 +11,7 @@ from pagedcli.core.errors import RequestError
 from pagedcli.core.plan import StepPlan, StepResult
 from pagedcli.core.request import NO_ROW, Request, SamplingParams
 from pagedcli.core.sequence import SequenceGroup
+from pagedcli.core.wording import counted
 from pagedcli.engine.interface import Counters, Sampler, Scheduler
 from pagedcli.engine.lifecycle import Lifecycle
 from pagedcli.execution.interface import Executor
@@ -106,14 +107,16 @@ class Engine:
                                f"prompt token id {bad} is outside the model's vocabulary of {vocab}")
         if params.max_sequences > self.max_num_seqs:
             raise RequestError(
-                "too_many_sequences", f"the request needs {params.max_sequences} sequences at once, above "
-                f"--max-num-seqs = {self.max_num_seqs}; raise it or lower n, best_of or beam_width")
+                "too_many_sequences", f"the request needs {counted(params.max_sequences, 'sequence')} at once, above "
+                f"the {self.max_num_seqs:,} that --max-num-seqs and --max-num-batched-tokens allow; raise the smaller "
+                "of these, or lower n, best_of or beam_width")
         wanted = request.output_len if request.output_len is not None else params.max_tokens
         if prompt + (1 if wanted is None else wanted) > limit:
             asked = "at least 1 output token" if wanted is None else f"max_tokens {wanted}"
             raise RequestError(
-                "too_long", f"the prompt has {prompt} tokens and asks for {asked}: {prompt + (wanted or 1)} in all, "
-                f"above the model's limit of {limit}; shorten the prompt or lower max_tokens")
+                "too_long", f"the prompt has {counted(prompt, 'token')} and asks for {asked}: "
+                f"{prompt + (wanted or 1)} in all, above the model's limit of {limit}; shorten the prompt or "
+                "lower max_tokens")
         most = limit - prompt if wanted is None else wanted
         return self._fit_pool(group, most, may_cut=wanted is None)
 
@@ -133,9 +136,10 @@ class Engine:
                 low, high = (middle, high) if fits else (low, middle)
             return low
         raise RequestError(
-            "exceeds_kv_pool", f"the request can need {need} KV blocks of {memory.block_size} tokens (prompt {prompt}, "
-            f"up to {most} output tokens, {group.params.max_sequences} sequences) and the pool has "
-            f"{memory.capacity}; raise --kv-cache-memory or --num-kv-blocks, or lower max_tokens")
+            "exceeds_kv_pool", f"the request can need {counted(need, 'KV block')} of "
+            f"{counted(memory.block_size, 'token')} (prompt {prompt:,}, up to {counted(most, 'output token')}, "
+            f"{counted(group.params.max_sequences, 'sequence')}) and the pool has "
+            f"{memory.capacity:,}; raise --kv-cache-memory or --num-kv-blocks, or lower max_tokens")
 
     def _account(self, plan: StepPlan, result: StepResult) -> None:
         counters = self.counters

@@ -11,6 +11,7 @@ from typing import Any, overload
 import numpy as np
 
 from pagedcli.core.errors import CannotRunError
+from pagedcli.core.wording import counted
 from pagedcli.engine import draw_kernels
 
 SPILL_BYTES = 64 << 20
@@ -91,7 +92,7 @@ class _Records:
                 # Kept open for as long as this object lives, so no `with`.
                 self._file = tempfile.TemporaryFile(prefix="pagedcli-logprobs-")  # noqa: SIM115
             except OSError as fault:
-                raise CannotRunError(f"prompt_logprobs need a temporary file of {count * size} bytes in "
+                raise CannotRunError(f"prompt_logprobs need a temporary file of {counted(count * size, 'byte')} in "
                                      f"{tempfile.gettempdir()}, which failed: {fault}; set TMPDIR") from fault
 
     @property

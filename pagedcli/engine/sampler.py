@@ -14,6 +14,7 @@ from pagedcli.core.errors import CannotRunError
 from pagedcli.core.plan import StepPlan, StepResult
 from pagedcli.core.request import Request
 from pagedcli.core.sequence import Sequence, SequenceGroup, TokenChoice
+from pagedcli.core.wording import counted
 from pagedcli.engine import draw_kernels
 from pagedcli.engine import row_kernels as kernels
 from pagedcli.engine.beam import BeamState
@@ -189,8 +190,9 @@ class TorchSampler(Sampler):
         rows, live = [row for row, _ in members], [seq for _, seq in members]
         group = live[0].group
         if len(live) != len(group.live):
-            raise CannotRunError(f"request {group.request.key!r}: {len(live)} of its {len(group.live)} beams were "
-                                 "computed in a step; they can only be compared together", "internal")
+            raise CannotRunError(f"request {group.request.key!r}: {len(live)} of its "
+                                 f"{counted(len(group.live), 'beam')} computed in a step; they can only be "
+                                 "compared together", "internal")
         if group.beam is None:
             group.beam = BeamState(group, self._eos_ids, group.max_output, self._spelling(group))
         raw = RowStats.of(values, rows)

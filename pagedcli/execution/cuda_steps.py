@@ -18,6 +18,7 @@ from pagedcli.attention.cuda_step import StepBuffer
 from pagedcli.attention.interface import BatchLayout
 from pagedcli.core.errors import CannotRunError
 from pagedcli.core.plan import StepPlan
+from pagedcli.core.wording import counted
 from pagedcli.execution.decoder import Decoder
 from pagedcli.execution.flat_batch import FlatBatch, flatten
 from pagedcli.execution.interface import ExecutorLimits
@@ -66,7 +67,7 @@ class CudaSteps:
         if not self._widths:
             return
         if self._from_graph(flatten(StepPlan(), self._block_size)) is not None:
-            self.notes = (f"decode steps: CUDA graphs for up to {self._most} sequences",)
+            self.notes = (f"decode steps: CUDA graphs for up to {counted(self._most, 'sequence')}",)
 
     def run(self, batch: FlatBatch) -> torch.Tensor | None:
         logits = self._from_graph(batch)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagedcli.core.errors import CannotRunError, UsageError
+from pagedcli.core.wording import counted
 
 _ALIBI = "adds ALiBi biases inside its own attention, which never calls the attention interface"
 _OWN = "computes attention in its own code, which never calls the attention interface"
@@ -90,13 +91,14 @@ def position_limit(config: Mapping[str, Any], asked: int | None) -> tuple[int, s
                 first = rope.get("original_max_position_embeddings", text.get("original_max_position_embeddings"))
                 limit = int(first) if first else own
                 if limit < own:
-                    note = (f"{kind} rope: served up to its original {limit} positions, not {own}, because past them "
-                            "a sequence's values would depend on its neighbours")
+                    note = (f"{kind} rope: served up to its original {counted(limit, 'position')}, not {own:,}, "
+                            "because past them a sequence's values would depend on its neighbours")
                 own = min(own, limit)
     if own is None and asked is None:
         raise UsageError("the model's config gives no longest sequence; say it with --max-model-len")
     if own is not None and asked is not None and asked > own:
-        raise UsageError(f"--max-model-len = {asked}: the model has {own} positions" + (f" ({note})" if note else ""))
+        raise UsageError(f"--max-model-len = {asked}: the model has {counted(own, 'position')}"
+                         + (f" ({note})" if note else ""))
     limit = asked if asked is not None else own
     assert limit is not None
     return limit, note

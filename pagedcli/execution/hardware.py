@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedcli.core.errors import CannotRunError, UsageError
+from pagedcli.core.wording import counted
 from pagedcli.execution.shapes import DTYPE_BYTES, ModelShape
 
 GIB = 1 << 30
@@ -154,7 +155,8 @@ def find_hardware(name: str, option: str = "--hardware") -> Hardware:
     except OSError as fault:
         raise UsageError(f"{option} {path}: cannot be read ({fault.strerror})") from fault
     if len(read) != 1:
-        raise UsageError(f"{option} {path}: holds {len(read)} devices, must be one table (and [default] at most)")
+        raise UsageError(f"{option} {path}: holds {counted(len(read), 'device')}, must be one table (and "
+                         "[default] at most)")
     return next(iter(read.values()))
 
 

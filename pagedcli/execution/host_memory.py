@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from pagedcli.core.errors import CannotRunError
+from pagedcli.core.wording import counted
 
 _SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory",
           "Storage size calculation overflowed")
@@ -62,7 +63,7 @@ def check_room(what: str, size: int, device: torch.device, way_out: str) -> None
         return
     free = free_memory(device)
     if size > free:
-        raise CannotRunError(f"{what}: {size:,} bytes, and {device.type} memory has {free:,} free. {way_out}",
+        raise CannotRunError(f"{what}: {counted(size, 'byte')}, and {device.type} memory has {free:,} free. {way_out}",
                              "out_of_memory")
 
 

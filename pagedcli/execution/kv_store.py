@@ -12,6 +12,7 @@ import torch
 from pagedcli.attention.interface import KVLayout
 from pagedcli.core.config import CacheConfig
 from pagedcli.core.errors import CannotRunError
+from pagedcli.core.wording import counted
 from pagedcli.execution.host_memory import free_memory, holding
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -63,12 +64,20 @@ def size_pool(layout: KVLayout, dtype: torch.dtype, cache: CacheConfig, device: 
     CannotRunError when not even one block fits; it prints the bytes one request needs and the bytes given.
     """
     block_bytes = layout.block_elements * dtype.itemsize
-    host_blocks = _host_blocks(cache.swap_space, block_bytes, layout.block_size)
+    num_blocks, note = _device_blocks(layout, block_bytes, cache, device, max_positions, room)
+    pool = num_blocks * block_bytes if device.type == "cpu" else 0
+    host_blocks = _host_blocks(cache.swap_space, block_bytes, layout.block_size, pool)
+    return PoolSize(num_blocks, host_blocks, block_bytes, note)
+
+
+def _device_blocks(layout: KVLayout, block_bytes: int, cache: CacheConfig, device: torch.device, max_positions: int,
+                   room: Room | None) -> tuple[int, str]:
+    """Blocks of the pool, and where their number came from."""
     if cache.num_blocks is not None:
-        return PoolSize(cache.num_blocks, host_blocks, block_bytes, f"{cache.num_blocks} blocks, as given")
+        return cache.num_blocks, f"{counted(cache.num_blocks, 'block')}, as given"
     way_out = "--kv-cache-memory"
     if cache.memory is not None:
-        given, note = cache.memory, f"{cache.memory:,} bytes, as given"
+        given, note = cache.memory, f"{counted(cache.memory, 'byte')}, as given"
     elif room is not None:
         given, note, way_out = max(0, room.bytes), room.note, room.way_out
     else:
@@ -83,21 +92,22 @@ def size_pool(layout: KVLayout, dtype: torch.dtype, cache: CacheConfig, device: 
     if num_blocks < 1:
         longest = -(-max_positions // layout.block_size) * block_bytes
         raise CannotRunError(
-            f"the KV cache has {given:,} bytes ({note}), but one request needs at least one block of "
-            f"{layout.block_size} tokens = {block_bytes:,} bytes ({longest:,} for one of {max_positions} tokens). "
+            f"the KV cache has {counted(given, 'byte')} ({note}), but one request needs at least one block of "
+            f"{counted(layout.block_size, 'token')} = {block_bytes:,} bytes ({longest:,} for one of "
+            f"{counted(max_positions, 'token')}). "
             f"Raise {way_out}, or lower --block-size or --max-model-len", "kv_cache_too_small")
-    return PoolSize(num_blocks, host_blocks, block_bytes, note)
+    return num_blocks, note
 
 
-def _host_blocks(swap_space: int, block_bytes: int, block_size: int) -> int:
-    """Blocks of the swap pool. Nobody asked for the usual size, so it shrinks to what the host has free; any other
-    that does not fit is a CannotRunError."""
+def _host_blocks(swap_space: int, block_bytes: int, block_size: int, pool: int) -> int:
+    """Blocks of the swap pool. Nobody asked for the usual size, so it shrinks to what the host has free beside the
+    `pool` bytes of a CPU's pool; any other that does not fit is a CannotRunError."""
     blocks = min(swap_space // block_bytes, MAX_DEFAULT_TOKENS // block_size)
-    free = free_memory(torch.device("cpu"))
+    free = max(0, free_memory(torch.device("cpu")) - pool)
     if blocks * block_bytes > free:
         if swap_space != CacheConfig().swap_space:
-            raise CannotRunError(f"--swap-space = {swap_space:,} bytes: host memory has {free:,} free. Lower it; 0 "
-                                 "swaps nothing", "out_of_memory")
+            raise CannotRunError(f"--swap-space = {swap_space:,} bytes: host memory has {free:,} free beside the KV "
+                                 "pool. Lower it; 0 swaps nothing", "out_of_memory")
         blocks = free // block_bytes
     return blocks
 
@@ -148,7 +158,7 @@ class KVStore:
 
     def _allocate(self, blocks: int, device: torch.device, *, pinned: bool, option: str) -> torch.Tensor:
         shape = (blocks, self.layout.block_elements)
-        what = f"{blocks:,} KV blocks of {self.size.block_bytes:,} bytes"
+        what = f"{counted(blocks, 'KV block')} of {self.size.block_bytes:,} bytes"
         with holding(what, device, f"Lower {option}", blocks * self.size.block_bytes):
             try:
                 if device.type == "cpu" and not pinned:

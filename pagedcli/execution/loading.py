@@ -12,6 +12,7 @@ import torch
 from pagedcli.attention.interface import AttentionBackend, KVLayout
 from pagedcli.core.config import CacheConfig, ModelConfig, SchedulerConfig
 from pagedcli.core.errors import CannotRunError
+from pagedcli.core.wording import counted
 from pagedcli.execution.decoder import Decoder
 from pagedcli.execution.device_path import DevicePath, LargestStep, device_path
 from pagedcli.execution.families import position_limit
@@ -171,7 +172,8 @@ class _Maker:
                                     block_size=cache.block_size, max_positions=max_positions,
                                     vocab_size=own.vocab_size, bytes_per_block=size.block_bytes)
             steps = path.steps(trial.decoder, backend, limits)
-        notes = [*self.source.notes, f"KV pool: {size.num_blocks:,} blocks of {cache.block_size} tokens ({size.note})",
+        notes = [*self.source.notes,
+                 f"KV pool: {counted(size.num_blocks, 'block')} of {counted(cache.block_size, 'token')} ({size.note})",
                  f"attention probe: relative error {trial.error:.2g} against eager", f"layers: {model.layers}",
                  *model.notes, *(note for note in (kept, position_note) if note)]
         info = ExecutorInfo(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pagedcli.core.errors import CannotRunError, ExitStatus
+from pagedcli.core.wording import counted
 
 GRACE_SECONDS = 4.0
 """How long the main thread has, after a rank died, to come out of what it waits in before the process is ended."""
@@ -45,8 +46,8 @@ class RankProcesses:
                 child.stdin.flush()
         except OSError as fault:
             self.close()
-            raise CannotRunError(f"cannot start {size - 1} more processes for --tensor-parallel-size {size}: {fault}",
-                                 "no_ranks") from fault
+            raise CannotRunError(f"cannot start {counted(size - 1, 'more process', 'more processes')} for "
+                                 f"--tensor-parallel-size {size}: {fault}", "no_ranks") from fault
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def fault(self, wait: float = 0.0) -> CannotRunError | None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from pagedcli.core.errors import UsageError
+from pagedcli.core.wording import counted
 
 START_SECONDS = 600
 """How long ranks wait for each other while models load."""
@@ -53,8 +54,8 @@ class Place:
             return None
         world = int(variables["WORLD_SIZE"])
         if world != size:
-            raise UsageError(f"torchrun started {world} processes and --tensor-parallel-size is {size}: they must be "
-                             "the same", "ranks_differ")
+            raise UsageError(f"torchrun started {counted(world, 'process', 'processes')} and "
+                             f"--tensor-parallel-size is {size}: they must be the same", "ranks_differ")
         return cls(int(variables["RANK"]), world, variables.get("MASTER_ADDR", "127.0.0.1"),
                    int(variables.get("MASTER_PORT", "29500")), int(variables.get("LOCAL_RANK", "0")), True)
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from pagedcli.attention.cpu_team import Team
+from pagedcli.core.wording import counted
 from pagedcli.execution import row_ops
 from pagedcli.execution.host_memory import holding
 
@@ -36,7 +37,7 @@ def rotary_table(inv_freq: torch.Tensor, scale: float, positions: int) -> torch.
 
     CannotRunError when it does not fit in memory.
     """
-    with holding(f"the rotary table of {positions:,} positions", torch.device("cpu"), "Lower --max-model-len",
+    with holding(f"the rotary table of {counted(positions, 'position')}", torch.device("cpu"), "Lower --max-model-len",
                  4 * TABLE_HALVES * positions * len(inv_freq)):
         angles = torch.arange(positions, dtype=torch.float32)[:, None] * inv_freq.float()[None]
         return torch.cat([angles.cos() * scale, angles.sin() * scale], dim=1).contiguous()

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pagedcli.core.wording import counted
+
 SEAL = "sums.json"
 CHUNK = 1 << 20
 
@@ -54,7 +56,7 @@ def broken(folder: Path, most_bytes: int | None = None) -> str | None:
         for name, (size, total) in sums.items():
             found = (folder / name).stat().st_size
             if found != size:
-                return f"{name} has {found:,} bytes, not {size:,}"
+                return f"{name} has {counted(found, 'byte')}, not {size:,}"
             if (most_bytes is None or size <= most_bytes) and file_sum(folder / name) != total:
                 return f"{name} holds other bytes than were written"
     except (OSError, ValueError, TypeError) as fault:

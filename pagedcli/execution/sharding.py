@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from pagedcli.attention.interface import LayerSpec
 from pagedcli.core.errors import CannotRunError, UsageError
+from pagedcli.core.wording import counted, form
 
 OWN_PLANS: Mapping[str, Mapping[str, str]] = {
     "opt": {
@@ -121,9 +122,10 @@ def check_heads(heads: int, kv_heads: int, size: int, name: str) -> None:
     if heads % size == 0 and kv_heads % size == 0:
         return
     good = [str(n) for n in range(1, min(heads, kv_heads) + 1) if heads % n == 0 and kv_heads % n == 0]
-    which = f"{heads} query heads" if heads % size else f"{kv_heads} key/value heads"
-    raise UsageError(f"--tensor-parallel-size = {size}: the {which} of {name} do not divide among {size} ranks; with "
-                     f"{heads} query and {kv_heads} key/value heads these sizes work: {', '.join(good)}",
+    count, kind = (heads, "query head") if heads % size else (kv_heads, "key/value head")
+    raise UsageError(f"--tensor-parallel-size = {size}: the {counted(count, kind)} of {name} "
+                     f"{form(count, 'does', 'do')} not divide among {size} ranks; with {heads} query and "
+                     f"{kv_heads} key/value heads these sizes work: {', '.join(good)}",
                      "heads_indivisible")
 
 

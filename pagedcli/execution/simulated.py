@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pagedcli.core.errors import UsageError
 from pagedcli.core.plan import StepPlan, StepResult
+from pagedcli.core.wording import counted
 from pagedcli.execution.cost_model import CostModel, StepLoad
 from pagedcli.execution.hardware import Hardware, pool_blocks
 from pagedcli.execution.interface import Executor, ExecutorInfo, ExecutorLimits
@@ -39,8 +40,8 @@ class Deployment:
         if self.tensor_parallel < 1:
             raise UsageError(f"--tensor-parallel-size = {self.tensor_parallel}: must be at least 1")
         if self.shape.heads % self.tensor_parallel:
-            raise UsageError(f"--tensor-parallel-size = {self.tensor_parallel}: {self.shape.name}'s {self.shape.heads} "
-                             "heads cannot be divided by it")
+            raise UsageError(f"--tensor-parallel-size = {self.tensor_parallel}: {self.shape.name}'s "
+                             f"{counted(self.shape.heads, 'head')} cannot be divided by it")
 
     @property
     def cost_model(self) -> CostModel:

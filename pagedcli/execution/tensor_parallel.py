@@ -21,6 +21,7 @@ from pagedcli.attention.interface import KVLayout
 from pagedcli.core.config import CacheConfig, ModelConfig
 from pagedcli.core.errors import CannotRunError, PagedError, UsageError
 from pagedcli.core.plan import StepPlan, StepResult
+from pagedcli.core.wording import counted
 from pagedcli.execution.hf_model import HFDecoder
 from pagedcli.execution.interface import Executor, ExecutorInfo
 from pagedcli.execution.kv_store import PoolSize, Room, size_pool
@@ -125,8 +126,8 @@ class TensorParallelExecutor(Executor):
         if not self.ranks.messages:
             return self._info
         return replace(self._info, notes=(
-            *self._info.notes, f"plans: {self.ranks.messages:,} steps, {self.plan_bytes_per_step:,.0f} bytes a step to "
-            "each other rank (integers only)"))
+            *self._info.notes, f"plans: {counted(self.ranks.messages, 'step')}, {self.plan_bytes_per_step:,.0f} bytes "
+            "a step to each other rank (integers only)"))
 
     @info.setter
     def info(self, value: ExecutorInfo) -> None:

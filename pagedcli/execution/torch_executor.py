@@ -9,6 +9,7 @@ import torch
 
 from pagedcli.attention.interface import AttentionBackend
 from pagedcli.core.plan import StepPlan, StepResult
+from pagedcli.core.wording import counted
 from pagedcli.execution.decoder import Decoder
 from pagedcli.execution.device_path import Steps
 from pagedcli.execution.flat_batch import flatten
@@ -58,8 +59,9 @@ class TorchExecutor(Executor):
                 return StepResult(None, moved - began, {"memory": moved - began})
             batch = flatten(plan, self.limits.block_size, self.decoder.row_tile)
             laid_out = time.perf_counter()
-            with holding(f"a step of {len(batch.ids):,} tokens and {len(batch.rows):,} rows of logits "
-                         f"({self.limits.vocab_size:,} each)", self.decoder.device, STEP_WAY_OUT):
+            what = (f"a step of {counted(len(batch.ids), 'token')} and {counted(len(batch.rows), 'row')} of logits "
+                    f"({self.limits.vocab_size:,} each)")
+            with holding(what, self.decoder.device, STEP_WAY_OUT):
                 logits = self.steps.run(batch)
         ended = time.perf_counter()
         parts = {"memory": moved - began, "layout": laid_out - moved, **self.steps.parts(ended - laid_out)}

@@ -9,6 +9,7 @@ from typing import Protocol
 from pagedcli.core.errors import RequestError
 from pagedcli.core.request import NO_ROW, Request, SamplingParams
 from pagedcli.core.sequence import SequenceGroup
+from pagedcli.core.wording import counted
 from pagedcli.engine.interface import Counters
 from pagedcli.execution.interface import Executor
 from pagedcli.generate.encoding import Line
@@ -107,8 +108,8 @@ class Desk:
         """Queue a request; a max_tokens that nobody set shrinks to what the model and the pool allow."""
         length, limit = len(request.prompt), self.engine.max_model_len
         if length > limit:
-            raise RequestError("too_long", f"the prompt alone has {length} tokens, above the model's limit of {limit}; "
-                               "shorten the prompt")
+            raise RequestError("too_long", f"the prompt alone has {counted(length, 'token')}, above the model's limit "
+                               f"of {limit}; shorten the prompt")
         try:
             self.engine.add(request)
         except RequestError:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from pagedcli.core.errors import CannotRunError, ExitStatus, PagedError
+from pagedcli.core.wording import counted
 from pagedcli.engine.interface import Counters
 from pagedcli.generate.job import PROGRESS_SECONDS, Interrupted, Observer, Progress
 from pagedcli.generate.journal import Journal
@@ -117,7 +118,7 @@ class FleetJob:
         journal.flush()
         self._show(last=True)
         if not journal.complete:
-            raise Interrupted(f"stopped with {journal.finished} of {journal.rows} rows done; they are kept in "
+            raise Interrupted(f"stopped with {journal.finished} of {counted(journal.rows, 'row')} done, kept in "
                               f"{journal.path}", "interrupted")
 
     # -- rows out ------------------------------------------------------------------------------------------------------
@@ -211,11 +212,11 @@ class FleetJob:
         worker.held.clear()
         self._gone.append(self._workers.pop(worker.name))
         if self.lost > self.replicas + SPARE_LOSSES:
-            raise CannotRunError(f"{self.lost} replicas were lost, the last one because {reason}; too many for "
-                                 f"chance. {self.journal.finished} of {self.journal.rows} rows are kept in "
+            raise CannotRunError(f"{counted(self.lost, 'replica')} lost, the last one because {reason}; too many for "
+                                 f"chance. {self.journal.finished} of {counted(self.journal.rows, 'row')} kept in "
                                  f"{self.journal.path}: run the same command again to go on", "replicas_lost")
-        self._say(f"replica {worker.number} was lost ({reason}); its {again} unfinished rows go to the others, and a "
-                  "new one takes its place")
+        self._say(f"replica {worker.number} was lost ({reason}); {again} of its rows, unfinished, go to the others, "
+                  "and a new one takes its place")
         self._hire()
 
     # -- telling -------------------------------------------------------------------------------------------------------
@@ -236,8 +237,8 @@ class FleetJob:
             counters = worker.report.counters
             place = "starting" if worker.ready is None else worker.ready.place
             state = "lost" if worker in self._gone else f"KV {worker.report.kv_used:.0%}"
-            told.append(f"replica {worker.number} ({place}, {state}): {worker.rows:,} rows, "
-                        f"{counters.output_tokens:,} tokens, {len(worker.held)} rows in hand")
+            told.append(f"replica {worker.number} ({place}, {state}): {counted(worker.rows, 'row')}, "
+                        f"{counted(counters.output_tokens, 'token')}, {counted(len(worker.held), 'row')} in hand")
         return told
 
     def first_ready(self) -> Ready | None:

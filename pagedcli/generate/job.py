@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pagedcli.core.errors import ExitStatus, PagedError
+from pagedcli.core.wording import counted
 from pagedcli.generate.desk import Desk, Serving
 from pagedcli.generate.journal import Journal
 from pagedcli.generate.prefix_window import PrefixWindow
@@ -92,7 +93,7 @@ class Job:
                 for group in engine.step():
                     self.desk.finish(group)
             elif self.desk:
-                raise AssertionError(f"the engine is idle with {len(self.desk)} requests unfinished")
+                raise AssertionError(f"the engine is idle with {counted(len(self.desk), 'request')} unfinished")
             journal.flush()
             self._show()
             if exhausted and not self.desk:
@@ -100,7 +101,7 @@ class Job:
         journal.flush()
         self._show(last=True)
         if self._stopping and not journal.complete:
-            raise Interrupted(f"stopped with {journal.finished} of {journal.rows} rows done; they are kept in "
+            raise Interrupted(f"stopped with {journal.finished} of {counted(journal.rows, 'row')} done, kept in "
                               f"{journal.path}", "interrupted")
 
     def _show(self, last: bool = False) -> None:

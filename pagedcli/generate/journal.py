@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from pagedcli.core.errors import CannotRunError
+from pagedcli.core.wording import counted
 from pagedcli.generate.encoding import Line
 from pagedcli.generate.journal_file import DiskFaults, open_locked, sync_folder, write_all
 from pagedcli.generate.journal_header import (
@@ -164,8 +165,9 @@ class Journal:
             closed = isinstance(fault, BrokenPipeError) or fault.errno == errno.EPIPE
             what = "the output was closed before all rows were written" if closed else (
                 f"writing the output failed: {fault.strerror}")
-            raise CannotRunError(f"{what}; all {self.rows} rows are kept in {self.path}: run the same command again "
-                                 "and none is generated twice", "output_closed" if closed else "no_space") from fault
+            raise CannotRunError(f"{what}; {self.rows} of {counted(self.rows, 'row')} are kept in {self.path}: run the "
+                                 "same command again and none is generated twice",
+                                 "output_closed" if closed else "no_space") from fault
         self.remove()
 
     def remove(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from pagedcli.core.errors import RequestError
 from pagedcli.core.sequence import Sequence, SequenceGroup, TokenChoice
+from pagedcli.core.wording import counted
 from pagedcli.generate import native
 from pagedcli.generate.encoding import Lazy
 from pagedcli.generate.row import Form, Row, describe, unknown_field, wrong_type
@@ -102,7 +103,8 @@ def _parse_completion(row: Row, given: Mapping[str, Any]) -> None:
         raise RequestError("missing_prompt", "the body has no prompt")
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         if len(prompt) > 1:
-            raise RequestError("several_prompts", f"prompt is a list of {len(prompt)} prompts: give exactly 1 a row")
+            raise RequestError("several_prompts", f"prompt is a list of {counted(len(prompt), 'prompt')}: give "
+                               "exactly 1 a row")
         prompt = prompt[0]
     if isinstance(prompt, list):
         row.ids = native.token_ids_of("prompt", prompt)

@@ -15,6 +15,7 @@ from typing import IO
 import numpy as np
 
 from pagedcli.core.errors import CannotRunError, UsageError
+from pagedcli.core.wording import counted
 from pagedcli.generate.remote import is_url, open_url
 from pagedcli.generate.row_ids import MAX_ROW_BYTES, RowId, id_of, lenient_fields, model_of
 
@@ -142,8 +143,8 @@ class InputRows:
             hashes.append(hash(row.index if found is None else found))
             undecodable += not _is_utf8(data)
         if undecodable and undecodable == len(hashes):
-            raise UsageError(f"{self.name} is not UTF-8 text: none of its {undecodable} lines can be decoded",
-                             "not_utf8")
+            raise UsageError(f"{self.name} is not UTF-8 text: none of its {counted(undecodable, 'line')} can be "
+                             "decoded", "not_utf8")
         repeated, first_lines = self._repeated(hashes) if given else (array("q"), array("q"))
         return Scan(len(hashes), size, digest.hexdigest(), repeated, first_lines, models)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pagedcli.core.wording import counted, form
 from pagedcli.engine.interface import Counters
 from pagedcli.execution.interface import ExecutorLimits
 from pagedcli.generate.journal import Journal
@@ -88,8 +89,8 @@ def fault_note(journal: Journal) -> str | None:
     if journal.first_failed is None:
         return None
     error = json.loads(journal.row(journal.first_failed))["error"]
-    return (f"{journal.failed} of {journal.rows} rows failed; the first, row {journal.first_failed}, because of "
-            f"{error['code']}: {error['message']}")
+    return (f"{journal.failed} of {counted(journal.rows, 'row')} failed; the first, row {journal.first_failed}, "
+            f"because of {error['code']}: {error['message']}")
 
 
 def models_note(scan: Scan, model: str) -> str | None:
@@ -100,9 +101,8 @@ def models_note(scan: Scan, model: str) -> str | None:
         return None
     count = sum(rows for rows, _ in others.values())
     name, (_, first) = min(others.items(), key=lambda item: item[1][1])
-    rows = "1 row names" if count == 1 else f"{count} rows name"
-    return (f"{rows} another model (row {first}: {json.dumps(name[:80], ensure_ascii=False)}); {model} answers all "
-            "rows, and their bodies say so")
+    return (f"{counted(count, 'row')} {form(count, 'names', 'name')} another model (row {first}: "
+            f"{json.dumps(name[:80], ensure_ascii=False)}); {model} answers all rows, and their bodies say so")
 
 
 def _last_part(name: str) -> str:

@@ -118,7 +118,7 @@ def test_signals_keep_the_journal(tmp_path: Path, number: signal.Signals) -> Non
     run.send_signal(number)
     _, said = run.communicate(timeout=30)
     assert run.returncode == 130 and "Traceback" not in said
-    assert "of 3000 rows are done and kept in" in said and "same command again" in said
+    assert "of 3,000 rows done and kept in" in said and "same command again" in said
     assert len(journal_rows(journal)) >= 5 and not (tmp_path / "in.out.jsonl").exists()
 
 

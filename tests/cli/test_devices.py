@@ -95,7 +95,7 @@ def test_text_for_a_model_without_tokenizer_is_explained(tmp_path: Path) -> None
     for quiet in ([], ["--quiet"]):
         done = run(shape, lines({"prompt": "text"}), tmp_path, "--load-format", "dummy", "--device", "cpu", *quiet)
         assert done.exit_code == 1
-        assert "1 of 1 rows failed; the first, row 0, because of no_tokenizer: the model has no tokenizer: give " \
+        assert "1 of 1 row failed; the first, row 0, because of no_tokenizer: the model has no tokenizer: give " \
                "prompt_token_ids instead of text" in done.stderr
 
 

@@ -56,7 +56,7 @@ def test_a_killed_rank_ends_the_run_and_a_resume_finishes_it(tmp_path: Path) -> 
     assert 4 <= len(kept) < 30
     done = subprocess.run(two, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert f"{len(kept)} of 30 rows are done" in done.stderr
+    assert f"{len(kept)} of 30 rows done" in done.stderr
     assert [json.loads(line)["index"] for line in (tmp_path / "out").read_text().split("\n")[:-1]] == [*range(30)]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +31,36 @@ def _options(command: Any) -> Iterator[str]:
         yield from _options(child)
     for param in command.params:
         yield from (*param.opts, *param.secondary_opts)
+
+
+COUNTED = re.compile(r" (?:[a-z]+ )?(?:rows|tokens|blocks|sequences|requests|prompts|positions|ranks|replicas|devices|"
+                     r"threads|cores|steps|files|lines|layers|heads|processes|outputs|beams|models|folders)\b")
+NEVER_ONE = {"{size} ranks", "{ranks.size} ranks", "{self.place.size} ranks", "{most} threads", "{len(given)} prompts",
+             "{sum(widths)} blocks", "{side} tokens"}
+"""Counts that are more than one wherever they are told, and one that is no count. Constants and rates are let pass."""
+
+
+def test_no_message_writes_a_plural_beside_a_count_by_hand() -> None:
+    """Counts go through `counted`, so that none says `1 tokens`."""
+    root, wrong = Path(pagedcli.__file__).parent, []
+    for file in sorted(root.rglob("*.py")):
+        if {"bench", "attention", "memory"} & set(file.relative_to(root).parts[:1]):
+            continue
+        tree = ast.parse(file.read_text("utf-8"))
+        internal = {id(part) for node in ast.walk(tree) if isinstance(node, ast.Assert) for part in ast.walk(node)}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.JoinedStr) or id(node) in internal:
+                continue
+            for value, after in itertools.pairwise(node.values):
+                if isinstance(value, ast.FormattedValue) and isinstance(after, ast.Constant):
+                    found = COUNTED.match(str(after.value))
+                    source, kind = ast.unparse(value.value), ast.unparse(value.format_spec or ast.Constant(""))
+                    if found is None or source.isupper() or kind[-2:-1] == "f" or source.startswith("significant("):
+                        continue
+                    said = f"{{{source}}}{found[0]}"
+                    if said not in NEVER_ONE:
+                        wrong.append(f"{file.relative_to(root)}:{node.lineno}: {said}")
+    assert wrong == []
 
 
 def test_every_option_that_a_message_names_exists() -> None:

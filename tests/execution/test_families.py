@@ -103,7 +103,7 @@ def test_ropes_that_follow_the_batch_are_cut_to_their_original_length() -> None:
                 "rope_parameters": {"rope_type": "longrope"}}
     limit, note = position_limit(longrope, None)
     assert limit == 4096 and note is not None and "longrope" in note
-    with pytest.raises(UsageError, match="4096"):
+    with pytest.raises(UsageError, match="4,096"):
         position_limit(longrope, 5000)
     by_layer = {"max_position_embeddings": 8192, "rope_parameters": {
         "full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 1024},
@@ -113,7 +113,7 @@ def test_ropes_that_follow_the_batch_are_cut_to_their_original_length() -> None:
 
 def test_longest_sequence_must_fit_the_model() -> None:
     assert position_limit({"n_positions": 1024}, 100) == (100, None)
-    with pytest.raises(UsageError, match="--max-model-len = 1025: the model has 1024"):
+    with pytest.raises(UsageError, match="--max-model-len = 1025: the model has 1,024"):
         position_limit({"n_positions": 1024}, 1025)
     with pytest.raises(UsageError, match="--max-model-len"):
         position_limit({}, None)

@@ -246,7 +246,7 @@ def test_a_damaged_conversion_is_made_anew_or_refused(tmp_path: Path, monkeypatc
     folder, _ = gguf_cache.converted_folder(file, said.append)
     (folder / "config.json").write_text("[")
     assert gguf_cache.converted_folder(file, said.append) == (folder, True)
-    assert "damaged (config.json has 1 bytes, not 2)" in said[1] and (folder / "config.json").read_text() == "{}"
+    assert "damaged (config.json has 1 byte, not 2)" in said[1] and (folder / "config.json").read_text() == "{}"
     monkeypatch.setattr(gguf_cache, "QUICK_BYTES", 100)  # as if 1,000 bytes were too many to look at at every start
     (folder / "model.safetensors").write_bytes(b"x" + bytes(999))
     assert gguf_cache.converted_folder(file, said.append) == (folder, False)

@@ -147,7 +147,7 @@ def test_rows_in_flight_are_bounded(tmp_path: Path) -> None:
 
 
 def test_replicas_that_always_die_end_the_job(tmp_path: Path) -> None:
-    with pytest.raises(CannotRunError, match=r"replicas were lost.*it was told to die.*kept in .*fleet"):
+    with pytest.raises(CannotRunError, match=r"replicas lost.*it was told to die.*kept in .*fleet"):
         run_fleet(tmp_path, 50, ScriptedCrew(lose=range(1000)), 2)
 
 
