@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -70,6 +70,7 @@ def examine(model: str) -> list[Finding]:
         _looked_at("memory", _memory),
         _model(model),
         *_caches(),
+        *_old_models(),
     ]
 
 
@@ -169,13 +170,28 @@ def _caches() -> list[Finding]:
 
 
 def _held(folder: Path) -> str:
-    """What a cache takes on disk; links are not followed, so nothing counts twice."""
-    total = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):  # another process may be at work in it
-                total += (Path(place) / name).lstat().st_size
-    return f"{total / (1 << 20):,.0f} MiB"
+    """What a cache takes on disk."""
+    from pagedcli.execution.old_models import held_bytes
+
+    return _mebibytes(held_bytes(folder))
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / (1 << 20):,.0f} MiB"
+
+
+def _old_models() -> list[Finding]:
+    """One line for each folder of the model cache that is of no use any more, and one that says how to delete them."""
+    from pagedcli.execution.old_models import old_models
+
+    found = old_models()
+    if not found:
+        return []
+    lines = [Finding("old model", False, f"{item.folder} ({_mebibytes(item.size)}): {item.why}") for item in found]
+    names = " ".join(shlex.quote(str(item.folder)) for item in found)
+    total = sum(item.size for item in found)
+    return [*lines, Finding("old models", False, f"{_mebibytes(total)} in {counted(len(found), 'folder')}. When no "
+                            f"older version of pagedcli is running, delete them with: rm -r -- {names}")]
 
 
 def _own_cache(home: Path) -> Path:

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from pagedcli.execution.seals import SEAL, broken, seal
 FORMAT = 2
 """Raise it when a converted folder's content changes, so that older ones are made anew."""
 
+ORIGIN = "origin.json"
+"""Says of a conversion which file it was made from and in which format, so that useless ones can be told (see
+old_models). Nothing else reads it, so no seal covers it."""
 SAMPLE_BYTES = 1 << 20
 QUICK_BYTES = 16 << 20
 """Files up to here are read at every start to see that they are whole; weights when they are loaded (see seals)."""
@@ -61,6 +64,9 @@ def converted_folder(file: Path, say: Callable[[str], None]) -> tuple[Path, bool
         parent = cache_dir() / "models"
         target = parent / f"{file.stem}-{file_identity(file)}"
         if _whole(target):
+            if not (target / ORIGIN).is_file():
+                with suppress(OSError):  # a cache that cannot be written serves as well
+                    _name_origin(target, file)
             return target, False
         parent.mkdir(parents=True, exist_ok=True)
         with _locked(parent / f"{target.name}.lock"):
@@ -76,6 +82,7 @@ def converted_folder(file: Path, say: Callable[[str], None]) -> tuple[Path, bool
             try:
                 _convert(file, scratch)
                 seal(scratch)
+                _name_origin(scratch, file)
                 scratch.chmod(0o755)
                 os.rename(scratch, target)
             finally:
@@ -84,6 +91,16 @@ def converted_folder(file: Path, say: Callable[[str], None]) -> tuple[Path, bool
         raise CannotRunError(f"cannot convert {file}: {fault}. The converted model needs room in {cache_dir()}; "
                              "PAGEDCLI_CACHE names another folder", "cache_unusable") from fault
     return target, True
+
+
+def _name_origin(folder: Path, file: Path) -> None:
+    """Write ORIGIN at once or not at all: several processes may be doing the same."""
+    draft = folder / f"{ORIGIN}.{os.getpid()}"
+    try:
+        draft.write_text(json.dumps({"format": FORMAT, "source": str(file.resolve())}) + "\n", "utf-8")
+        os.replace(draft, folder / ORIGIN)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _whole(folder: Path) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pagedcli.cli import doctor
@@ -43,3 +45,19 @@ def test_a_broken_part_does_not_stop_the_rest(console: Console, with_model: None
     monkeypatch.setattr(doctor, "_devices", broken)
     result = console("doctor")
     assert result.exit_code == 0 and "cannot tell: OSError: driver asleep" in result.stdout
+
+
+def test_conversions_of_no_use_are_named_with_their_size_and_the_way_to_delete_them(
+        console: Console, with_model: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDCLI_CACHE", str(tmp_path))
+    folder = tmp_path / "models" / "my model-0123456789abcdef"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(bytes(3 << 20))
+    said = console("doctor").stdout
+    assert f"{folder} (3 MiB): converted by an older version" in said
+    assert "3 MiB in 1 folder. When no older version of pagedcli is running, delete them with: rm -r -- " \
+           f"'{folder}'" in said
+    (folder / "model.safetensors").unlink()
+    (folder / "config.json").unlink()
+    assert "old model" not in console("doctor").stdout

@@ -1,0 +1,106 @@
+"""What lies in the cache of converted models and is of no use any more: named for the user, never deleted.
+
+A run of another version of this program may be reading it at this moment, and only the user knows.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pagedcli.execution.gguf_cache import FORMAT, ORIGIN, cache_dir, file_identity
+from pagedcli.execution.seals import SEAL
+
+_CONVERSION = re.compile(r".+-([0-9a-f]{16})")
+_SCRATCH = re.compile(r"\.(.+-[0-9a-f]{16})\.[^.]+\.tmp")
+
+
+@dataclass(frozen=True, slots=True)
+class OldModel:
+    """A folder of the cache that no run of this version reads, its bytes on disk, and why."""
+
+    folder: Path
+    size: int
+    why: str
+
+
+def old_models() -> list[OldModel]:
+    """Conversions of older formats or of GGUF files that are gone, what was packed from them, and what killed
+    conversions left. Folders that do not bear this program's names are passed over, and so is what cannot be read."""
+    found: list[OldModel] = []
+    parent = cache_dir() / "models"
+    for folder in sorted(parent.iterdir()) if parent.is_dir() else ():
+        why = _why_old(folder)
+        if why is not None:
+            found.append(OldModel(folder, held_bytes(folder), why))
+            found += [OldModel(copy, held_bytes(copy), f"packed from {folder.name}") for copy in _packed_from(folder)]
+    return found
+
+
+def _why_old(folder: Path) -> str | None:
+    """Why no run of this version will read a folder of the cache; None for one that may be read, or is not ours."""
+    if folder.is_symlink() or not folder.is_dir():
+        return None
+    scratch = _SCRATCH.fullmatch(folder.name)
+    if scratch is not None:
+        return None if _held(folder.with_name(f"{scratch[1]}.lock")) else "left by a conversion that was killed"
+    name = _CONVERSION.fullmatch(folder.name)
+    if name is None or not (folder / "config.json").is_file():
+        return None
+    if not (folder / SEAL).is_file():
+        return "converted by an older version"
+    origin = _origin(folder)
+    if origin is None:
+        return None  # made before conversions said where they came from: it may well be in use
+    if origin["format"] != FORMAT:
+        return f"converted in format {origin['format']}, where this version has {FORMAT}"
+    source = Path(origin["source"])
+    try:
+        same = source.is_file() and file_identity(source) == name[1]
+    except OSError:
+        return None
+    return None if same else f"{source} is gone or another file now"
+
+
+def _origin(folder: Path) -> dict[str, Any] | None:
+    try:
+        origin: Any = json.loads((folder / ORIGIN).read_text("utf-8"))
+        return {"format": int(origin["format"]), "source": str(origin["source"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _packed_from(folder: Path) -> Iterator[Path]:
+    """Packed copies of a conversion's weights: their names carry a digest of where it lies (see packed_copy)."""
+    place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
+    yield from sorted((cache_dir() / "packed").glob(f"*-{place}-*"))
+
+
+def _held(lock: Path) -> bool:
+    """Whether a process holds a lock file, or whether that cannot be told."""
+    try:
+        with lock.open("r") as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
+def held_bytes(folder: Path) -> int:
+    """What a folder takes on disk; links are not followed, so nothing counts twice."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # another process may be at work in it
+                total += (Path(place) / name).lstat().st_size
+    return total
