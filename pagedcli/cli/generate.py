@@ -22,7 +22,7 @@ from pagedcli.cli.ranks import leading_ranks
 from pagedcli.cli.render import progress_bar, summary_lines
 from pagedcli.cli.running import Stopwatch, stopping_on_signals
 from pagedcli.core.config import RunConfig
-from pagedcli.core.errors import ExitStatus, UsageError
+from pagedcli.core.errors import CannotRunError, ExitStatus, UsageError
 from pagedcli.core.wording import counted
 
 if TYPE_CHECKING:
@@ -258,7 +258,10 @@ def _write_summary(path: Path, summary: Summary) -> None:
     try:
         path.write_text(json.dumps(summary.record(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as fault:
-        raise UsageError(f"cannot write --json-summary {path}: {fault.strerror}; the output is complete") from fault
+        if path.is_file():
+            path.unlink()  # half a summary, or none: the next run must not take it for another's file
+        raise CannotRunError(f"cannot write --json-summary {path}: {fault.strerror}; the output is complete",
+                             "no_summary") from fault
 
 
 def _peak_memory() -> int:

@@ -91,4 +91,7 @@ def summary_path(given: str, source: str, target: Target, overwrite: bool) -> Pa
     if path.exists() and stat.S_ISREG(path.stat().st_mode) and not overwrite:
         raise UsageError(f"--json-summary {given} exists: use --overwrite to replace it, or choose another file",
                          "output_exists")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):  # now, not after hours of work
+        raise UsageError(f"cannot write --json-summary {given}: the file or its folder is read-only; choose another",
+                         "unwritable_output")
     return path

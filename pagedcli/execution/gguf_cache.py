@@ -88,8 +88,9 @@ def converted_folder(file: Path, say: Callable[[str], None]) -> tuple[Path, bool
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
     except OSError as fault:
-        raise CannotRunError(f"cannot convert {file}: {fault}. The converted model needs room in {cache_dir()}; "
-                             "PAGEDCLI_CACHE names another folder", "cache_unusable") from fault
+        raise CannotRunError(f"cannot convert {file}: {fault}. The converted model is kept in {cache_dir()}, which "
+                             "must be writable and have room; PAGEDCLI_CACHE names another folder",
+                             "cache_unusable") from fault
     return target, True
 
 
@@ -126,9 +127,9 @@ def _locked(path: Path) -> Iterator[None]:
 def _convert(file: Path, out: Path) -> None:
     """Write config.json, model.safetensors (fp32, so that no later choice of dtype loses bits) and the tokenizer."""
     import torch
-    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from pagedcli.execution.host_memory import is_out_of_memory
     from pagedcli.execution.quiet import quiet_transformers
 
     try:
@@ -138,14 +139,29 @@ def _convert(file: Path, out: Path) -> None:
     except OSError:
         raise
     except Exception as fault:  # the reader raises whatever its parts raise; each means the same to a user
+        if is_out_of_memory(fault):
+            raise CannotRunError(f"cannot convert {file}: this machine has too little memory for its weights in fp32; "
+                                 "choose a smaller --model", "out_of_memory") from fault
         reason = str(fault).strip().split("\n")[0]
         raise CannotRunError(f"cannot convert {file}: {type(fault).__name__}: {reason}", "bad_model_file") from fault
+    try:
+        _write_model(model, tokenizer, out)
+    except OSError:
+        raise
+    except Exception as fault:  # the Rust libraries below have errors of their own for a disk that is full
+        raise OSError(str(fault).strip().split("\n")[0]) from fault
+
+
+def _write_model(model: Any, tokenizer: Any, out: Path) -> None:
+    """The files of a conversion, forced to the disk."""
+    from safetensors.torch import save_file
+
     tokenizer.save_pretrained(out)
     config: dict[str, Any] = model.config.to_dict()
     for key in ("quantization_config", "_name_or_path"):
         config.pop(key, None)
     config["architectures"] = [type(model).__name__]
-    weights: dict[str, torch.Tensor] = {}
+    weights: dict[str, Any] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict().items():  # tied weights are one tensor under two names: keep the first
         if tensor.data_ptr() not in seen:

@@ -56,6 +56,7 @@ class Journal:
         self.finished = 0
         self.failed = 0
         self.first_failed: int | None = None
+        self._kept = 0  # rows that the kernel has taken whole
         self.ran_on: dict[str, Any] | None = None
         self._places = array("q", [-1]) * rows
         self._lengths = array("q", [0]) * rows
@@ -113,6 +114,7 @@ class Journal:
         self._pending.clear()
         with self._disk():
             write_all(self._fd, data)
+            self._kept = self.finished
             if time.monotonic() - self._synced > SYNC_SECONDS:
                 os.fsync(self._fd)
                 self._synced = time.monotonic()
@@ -209,7 +211,7 @@ class Journal:
                 head = json.dumps({"pagedcli_journal": FORMAT, **settings}).encode() + b"\n"
                 write_all(self._fd, head)
                 end = len(head)
-        self.resumed = self.finished
+        self.resumed = self._kept = self.finished
         return end
 
     def _load_rows(self, stream: BinaryIO, end: int) -> int:
@@ -237,7 +239,7 @@ class Journal:
             self.first_failed = index
 
     def _disk(self) -> DiskFaults:
-        return DiskFaults(self.path, lambda: self.finished)
+        return DiskFaults(self.path, lambda: self._kept)
 
 
 def _checked_length(stream: BinaryIO, part: bytes) -> int | None:

@@ -9,14 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pagedcli.core.errors import CannotRunError, UsageError
+from pagedcli.core.wording import counted, form
 
 
 class DiskFaults:
-    """Turns a refusal of the disk into one message that says what is kept and how to go on."""
+    """Turns a refusal of the disk into one message that says what is kept and how to go on. `kept`: rows that the disk
+    took before."""
 
-    def __init__(self, path: Path, finished: Callable[[], int]) -> None:
+    def __init__(self, path: Path, kept: Callable[[], int]) -> None:
         self.path = path
-        self.finished = finished
+        self.kept = kept
 
     def __enter__(self) -> None:
         return None
@@ -27,8 +29,9 @@ class DiskFaults:
         full = fault.errno in (errno.ENOSPC, errno.EDQUOT)
         what = "the disk is full" if full else f"the disk refused: {fault.strerror}"
         way = "make room" if full else "mend that"
-        raise CannotRunError(f"{what} while writing beside {self.path}; the rows finished so far (up to "
-                             f"{self.finished()}) are kept there: {way} and run the same command again",
+        kept = self.kept()
+        rows = f"{counted(kept, 'row')} {form(kept, 'is', 'are')} kept there" if kept else "no row was kept yet"
+        raise CannotRunError(f"{what} while writing beside {self.path}; {rows}: {way} and run the same command again",
                              "no_space" if full else "disk_error") from fault
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -410,6 +411,26 @@ def test_progress_counts_rows(console: Console, monkeypatch: pytest.MonkeyPatch)
     assert (seen[-1].rows, seen[-1].total, seen[-1].output_tokens) == (4, 4, 80)
     assert all(now.rows <= now.total == 4 for now in seen)
     assert "4/4 rows" in result.stderr
+
+
+def test_a_summary_that_cannot_be_written_is_told_before_the_work(console: Console,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != console.folder)
+    result, _ = console.generate(lines({"prompt": "a"}), "--json-summary", str(console.folder / "s.json"))
+    assert result.exit_code == 2 and "its folder is read-only" in result.output and not console.engines
+
+
+def test_a_disk_too_full_for_the_summary_leaves_no_half_of_it(console: Console,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(path: Path, text: str, **more: object) -> None:
+        path.write_bytes(text[:10].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", cut)
+    result, rows = console.generate(lines({"prompt": "a"}), "--json-summary", str(console.folder / "s.json"))
+    assert result.exit_code == 3 and len(rows) == 1, "the rows are there"
+    assert "s.json: No space left on device; the output is complete" in result.output
+    assert not (console.folder / "s.json").exists()
 
 
 @pytest.mark.parametrize(("given", "reason"), [

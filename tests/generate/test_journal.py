@@ -182,11 +182,21 @@ def test_a_full_disk_keeps_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(CannotRunError, match="disk is full") as caught:
         journal.flush()
     assert caught.value.code == "no_space" and str(tmp_path / "j") in caught.value.message
+    assert "; 2 rows are kept there: make room" in caught.value.message, "the third was cut short"
     journal.close()
     monkeypatch.undo()
     again = Journal(tmp_path / "j", SETTINGS, 3)
     assert again.resumed == 2 and not again.done(2)
     again.close()
+
+
+def test_a_disk_that_was_full_from_the_start_promises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path / "j", SETTINGS, 3)
+    journal.append(2, row(2), ok=True)
+    monkeypatch.setattr(os, "write", lambda fd, data: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(CannotRunError, match="; no row was kept yet: make room and run the same command again"):
+        journal.flush()
+    journal.close()
 
 
 def test_a_full_disk_at_the_end_leaves_no_half_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
