@@ -20,11 +20,10 @@ from pagedcli.execution.experts import tile_experts
 from pagedcli.execution.families import check_family
 from pagedcli.execution.flat_batch import ROW_TILE
 from pagedcli.execution.hook import HOOK_NAME, Observer, PagedRun, running
-from pagedcli.execution.host_memory import check_room, is_out_of_memory
+from pagedcli.execution.host_memory import WEIGHTS_WAY_OUT, check_room, is_out_of_memory
 from pagedcli.execution.model_hub import ModelSource
 from pagedcli.execution.quiet import quiet_transformers
 
-WEIGHTS_WAY_OUT = "Choose a smaller --model, or a --dtype of fewer bytes (fp32 has 4 for each weight, bf16 2)"
 RANDOM_ELEMENTS = 4_194_301
 """Random numbers drawn for dummy weights, then repeated. A prime, so that no two rows of a matrix come out equal."""
 

@@ -15,6 +15,7 @@ import torch
 from pagedcli.core.errors import CannotRunError
 from pagedcli.core.wording import counted
 
+WEIGHTS_WAY_OUT = "Choose a smaller --model, or a --dtype of fewer bytes (fp32 has 4 for each weight, bf16 2)"
 _SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory",
           "Storage size calculation overflowed")
 """What torch's allocators say, whose errors on a CPU have no type of their own."""

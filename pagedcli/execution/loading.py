@@ -18,6 +18,7 @@ from pagedcli.execution.device_path import DevicePath, LargestStep, device_path
 from pagedcli.execution.families import position_limit
 from pagedcli.execution.fused_decoder import FusedDecoder, unfusable, widens
 from pagedcli.execution.gguf_cache import check_conversion
+from pagedcli.execution.host_memory import WEIGHTS_WAY_OUT, holding
 from pagedcli.execution.interface import ExecutorInfo, ExecutorLimits
 from pagedcli.execution.kv_store import PoolSize, Room, dtype_name, kv_dtype, size_pool
 from pagedcli.execution.linear_kernels import lacks
@@ -26,12 +27,14 @@ from pagedcli.execution.native_decoder import NativeDecoder, not_native
 from pagedcli.execution.native_weights import pack_weights
 from pagedcli.execution.packed_copy import PackedCopy, drop_copy, find_copy, keep_copy
 from pagedcli.execution.placement import pick_device, pick_dtype, set_threads
-from pagedcli.execution.probe import Judged, probe
+from pagedcli.execution.probe import LOGIT_ROWS, Judged, probe
 from pagedcli.execution.torch_executor import TorchExecutor
 
 if TYPE_CHECKING:  # it imports transformers, which a start from a packed copy does without
     from pagedcli.execution.hf_model import HFDecoder
 
+LOGIT_COPIES = 3
+"""Of the trial's logits that are held at once in float32: the model's own, ours, and their difference."""
 NATIVE = "one native program for this CPU"
 
 
@@ -153,8 +156,10 @@ class _Maker:
         with torch.inference_mode():
             cache_dtype = kv_dtype(cache.dtype, self.dtype)
             layout = KVLayout(own.specs, cache.block_size)
-            trial = probe(own, backend, cache_dtype, cache.block_size, name,
-                          lambda whole: model.refine(whole, max_positions))
+            with holding(f"the trial of {name} at load, {LOGIT_ROWS} rows of {counted(own.vocab_size, 'logit')}",
+                         self.device, WEIGHTS_WAY_OUT, LOGIT_COPIES * LOGIT_ROWS * 4 * own.vocab_size):
+                trial = probe(own, backend, cache_dtype, cache.block_size, name,
+                              lambda whole: model.refine(whole, max_positions))
             probed_at = time.perf_counter()
             kept = self._keep(model, trial.decoder, trial.judged)
             kept_at = time.perf_counter()

@@ -18,6 +18,7 @@ from pagedcli.execution.flat_batch import flatten, forward
 from pagedcli.execution.host_memory import holding
 
 LENGTHS = (11, 6)
+LOGIT_ROWS = len(LENGTHS) * max(LENGTHS)
 CUTS = ((10, 3), (1, 3))
 """Rows of each sequence in each step: two chunks of prompt first, then a single token beside a second chunk."""
 

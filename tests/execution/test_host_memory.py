@@ -12,7 +12,7 @@ import torch
 from pagedcli.core.config import CacheConfig, ModelConfig
 from pagedcli.core.errors import CannotRunError
 from pagedcli.core.plan import Slice, StepPlan
-from pagedcli.execution import host_memory, placement
+from pagedcli.execution import host_memory, loading, placement
 from pagedcli.execution.hf_model import weight_bytes
 from pagedcli.execution.host_memory import check_room, holding, is_out_of_memory
 from pagedcli.execution.loading import load_executor
@@ -86,6 +86,13 @@ def test_blocks_too_large_for_the_trial_name_their_option(tmp_path: Path) -> Non
     with pytest.raises(CannotRunError, match=r"^--block-size = 1,099,511,627,776: the 2 blocks of the trial at load: "
                        r"[\d,]+ bytes, and cpu memory has [\d,]+ free\. Lower it"):
         dummy(tmp_path, block_size=1 << 40)
+
+
+def test_a_vocabulary_too_large_for_the_trial_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "LOGIT_COPIES", 1 << 50)
+    with pytest.raises(CannotRunError, match=r"^the trial of config at load, 22 rows of 100 logits: [\d,]+ bytes, and "
+                       r"cpu memory has [\d,]+ free\. Choose a smaller --model"):
+        dummy(tmp_path)
 
 
 def test_positions_beyond_memory_name_their_option(tmp_path: Path) -> None:
