@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagedcli.cli.options import Option, run_config, sampling_fields
+from pagedcli.cli.options import Option, requests_within, run_config, sampling_fields
 from pagedcli.core.config import POLICIES, RunConfig
 from pagedcli.core.errors import CannotRunError, UsageError
 from pagedcli.core.request import SamplingParams
@@ -81,10 +81,11 @@ class Setup:
         own_times = self.experiment.rates == (None,)
         given = self.settings.get("num_requests")
         if given is not None:
-            return int(given)
-        if self.experiment.duration is not None and not own_times:
-            fastest = max(rate for rate in self.experiment.rates if rate is not None)
-            return int(fastest * self.experiment.duration * 1.3) + 32
+            return requests_within(int(given))
+        finite = [rate for rate in self.experiment.rates if rate is not None and not math.isinf(rate)]
+        if self.experiment.duration is not None and finite:  # all at once is within any duration
+            needed = int(max(finite) * self.experiment.duration * 1.3) + DEFAULT_REQUESTS
+            return requests_within(needed, "requests of --rate x --duration")
         return None if own_times else DEFAULT_REQUESTS
 
 

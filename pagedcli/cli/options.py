@@ -189,6 +189,9 @@ def _many(option: Option, context: Any, value: list[Any] | None, variables: Mapp
 MAX_BLOCK_SIZE = 1 << 14
 """Tokens a block at most: far more than any block should have, far less than overflows any machine."""
 
+MAX_REQUESTS = 1_000_000
+"""Requests of a workload at most: all are in memory at once, some kilobytes each."""
+
 _IDLE_WITHOUT_MODEL = ("load_format", "dtype", "device", "attention_backend", "threads", "tensor_parallel_size", "seed",
                        "trust_remote_code", "no_same_bits", "kv_cache_memory", "gpu_memory_utilization",
                        "kv_cache_dtype", "swap_space")
@@ -225,6 +228,13 @@ def run_config(settings: Mapping[str, Any], policy: str = "paged") -> RunConfig:
         cache=CacheConfig(**cache, prefix_cache=not get("no_prefix_cache", False)),
         scheduler=SchedulerConfig(**scheduler, chunked_prefill=not get("no_chunked_prefill", False)),
         policy=policy, seed=seed)
+
+
+def requests_within(number: int, what: str = "--num-requests") -> int:
+    """`number`, when that many requests can be held. UsageError names `what`, the value and the limit."""
+    if number > MAX_REQUESTS:
+        raise UsageError(f"{what} = {number:,}: must be at most {MAX_REQUESTS:,}, since all are held in memory")
+    return number
 
 
 def sampling_fields(settings: Mapping[str, Any]) -> dict[str, Any]:

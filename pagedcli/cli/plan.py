@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pagedcli.cli.options import requests_within
 from pagedcli.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ def plan(
     if unknown:
         raise UsageError(f"--policy {unknown[0]!r}: must be one of {', '.join(p for p in POLICIES if p != 'hf')}")
     shape = resolve_shape(model)
-    rows = load_workload(None if trace else workload, trace=trace, num_requests=num_requests, seed=seed,
-                         options=WorkloadOptions(text=False, synthetic=True, max_total=shape.max_positions))
+    rows = load_workload(None if trace else workload, trace=trace, num_requests=requests_within(num_requests),
+                         seed=seed, options=WorkloadOptions(text=False, synthetic=True, max_total=shape.max_positions))
     question = Question(shape, tuple((row.prompt_len, row.output_len) for row in rows.requests),
                         tuple(Slo.parse(text) for text in slo or ["normalized_latency<0.2"]), read_prices(prices),
                         seed=seed)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from pagedcli.cli.options import requests_within
 from pagedcli.core.wording import counted
 
 if TYPE_CHECKING:
@@ -112,7 +113,8 @@ def show(
     if row_filter is not None and chosen is None:
         raise UsageError(f"--filter = {row_filter!r}: must be one of {', '.join(FILTERS)}")
     options = WorkloadOptions(filter=chosen, shots=shots, offline=offline, synthetic=synthetic, text=False)
-    workload = load_workload(name, trace=trace, prompts=prompts, num_requests=num_requests, seed=seed, options=options)
+    wanted = None if num_requests is None else requests_within(num_requests)
+    workload = load_workload(name, trace=trace, prompts=prompts, num_requests=wanted, seed=seed, options=options)
     if as_json:
         typer.echo(json.dumps(_account(workload), indent=1))
     else:

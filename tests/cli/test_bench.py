@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from pagedcli.cli.app import app
-from pagedcli.cli.bench_setup import read_rates, read_setup
+from pagedcli.cli.bench_setup import DEFAULT_REQUESTS, read_rates, read_setup
 from pagedcli.cli.bench_view import state_table
 from pagedcli.core.errors import UsageError
 
@@ -177,3 +177,20 @@ def test_the_live_display_shows_rates_queues_and_memory():
 def test_hf_needs_a_model(tmp_path: Path):
     done = invoke("bench", *NULL, "--baseline", "hf", "--rate", "inf", "--results", str(tmp_path))
     assert done.exit_code == 3 and "--model null" in done.stderr
+
+
+def test_all_at_once_within_a_duration_is_the_usual_number() -> None:
+    assert read_setup({"rate": "inf", "duration": 10.0}).count == DEFAULT_REQUESTS
+    assert read_setup({"rate": "2,inf", "duration": 10.0}).count == 26 + DEFAULT_REQUESTS
+    assert read_setup({"rate": "trace"}).count is None
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (("bench", *SIMULATED, "--num-requests", "1000001"), "--num-requests = 1,000,001: must be at most 1,000,000"),
+    (("bench", *SIMULATED[:-3], "--no-chunked-prefill", "--rate", "1000000", "--duration", "10"),
+     "requests of --rate x --duration = 13,000,032: must be at most 1,000,000"),
+    (("workloads", "show", "sharegpt", "--num-requests", "100000000000"), "must be at most 1,000,000"),
+    (("plan", "--model", "opt-13b", "--num-requests", "2000000"), "must be at most 1,000,000")])
+def test_more_requests_than_memory_holds_are_refused(words: tuple[str, ...], said: str) -> None:
+    done = invoke(*words)
+    assert done.exit_code == 2 and said in done.output, done.output
