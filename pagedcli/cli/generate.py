@@ -154,7 +154,7 @@ def run(environment: Environment, plan: Plan, input_path: str) -> Summary:
         path = plan.target.journal(header)
         with closing(Journal(path, header, scan.rows, plan.restart)) as journal, _told_how_to_go_on(journal):
             if journal.resumed and not plan.quiet:
-                environment.say(f"going on with {path}: {journal.resumed} of {counted(scan.rows, 'row')} done")
+                environment.say(f"going on with {path}: {journal.resumed:,} of {counted(scan.rows, 'row')} done")
             summary = _serve(environment, plan, source, scan, journal, defaults, watch)
             notes = fault_note(journal), models_note(scan, summary.signature.get("model", plan.config.model.model))
     return replace(summary, notes=(*(note for note in notes if note is not None), *summary.notes))
@@ -239,7 +239,7 @@ def _told_how_to_go_on(journal: Journal) -> Iterator[None]:
         journal.flush()
         if journal.finished == 0:
             raise Interrupted("interrupted before any row was done; nothing is kept") from fault
-        raise Interrupted(f"interrupted: {journal.finished} of {counted(journal.rows, 'row')} done and kept in "
+        raise Interrupted(f"interrupted: {journal.finished:,} of {counted(journal.rows, 'row')} done and kept in "
                           f"{journal.path}. Give the same command again to go on; --restart starts anew") from fault
 
 

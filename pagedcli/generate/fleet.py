@@ -118,7 +118,7 @@ class FleetJob:
         journal.flush()
         self._show(last=True)
         if not journal.complete:
-            raise Interrupted(f"stopped with {journal.finished} of {counted(journal.rows, 'row')} done, kept in "
+            raise Interrupted(f"stopped with {journal.finished:,} of {counted(journal.rows, 'row')} done, kept in "
                               f"{journal.path}", "interrupted")
 
     # -- rows out ------------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class FleetJob:
         self._gone.append(self._workers.pop(worker.name))
         if self.lost > self.replicas + SPARE_LOSSES:
             raise CannotRunError(f"{counted(self.lost, 'replica')} lost, the last one because {reason}; too many for "
-                                 f"chance. {self.journal.finished} of {counted(self.journal.rows, 'row')} kept in "
+                                 f"chance. {self.journal.finished:,} of {counted(self.journal.rows, 'row')} kept in "
                                  f"{self.journal.path}: run the same command again to go on", "replicas_lost")
         self._say(f"replica {worker.number} was lost ({reason}); {again} of its rows, unfinished, go to the others, "
                   "and a new one takes its place")

@@ -101,7 +101,7 @@ class Job:
         journal.flush()
         self._show(last=True)
         if self._stopping and not journal.complete:
-            raise Interrupted(f"stopped with {journal.finished} of {counted(journal.rows, 'row')} done, kept in "
+            raise Interrupted(f"stopped with {journal.finished:,} of {counted(journal.rows, 'row')} done, kept in "
                               f"{journal.path}", "interrupted")
 
     def _show(self, last: bool = False) -> None:

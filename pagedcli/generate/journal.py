@@ -167,7 +167,7 @@ class Journal:
             closed = isinstance(fault, BrokenPipeError) or fault.errno == errno.EPIPE
             what = "the output was closed before all rows were written" if closed else (
                 f"writing the output failed: {fault.strerror}")
-            raise CannotRunError(f"{what}; {self.rows} of {counted(self.rows, 'row')} are kept in {self.path}: run the "
+            raise CannotRunError(f"{what}; {counted(self.rows, 'row')}, all of them, kept in {self.path}: run the "
                                  "same command again and none is generated twice",
                                  "output_closed" if closed else "no_space") from fault
         self.remove()

@@ -140,7 +140,7 @@ def pin_shared_prefix(engine: Any, codec: Any, text: str) -> str:
         kept = engine.pin_prefix(tokens)
     except RequestError as fault:
         raise UsageError(f"--shared-prefix cannot be kept: {fault.message}", fault.code) from fault
-    return f"shared prefix: {kept} of its {counted(len(tokens), 'token')} kept in the KV cache (whole blocks only)"
+    return f"shared prefix: {kept:,} of its {counted(len(tokens), 'token')} kept in the KV cache (whole blocks only)"
 
 
 def prefix_tokens(codec: TextCodec | None, text: str | None) -> list[int]:

@@ -89,7 +89,7 @@ def fault_note(journal: Journal) -> str | None:
     if journal.first_failed is None:
         return None
     error = json.loads(journal.row(journal.first_failed))["error"]
-    return (f"{journal.failed} of {counted(journal.rows, 'row')} failed; the first, row {journal.first_failed}, "
+    return (f"{journal.failed:,} of {counted(journal.rows, 'row')} failed; the first, row {journal.first_failed}, "
             f"because of {error['code']}: {error['message']}")
 
 
