@@ -21,19 +21,33 @@ _SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "Cannot
 """What torch's allocators say, whose errors on a CPU have no type of their own."""
 
 
+GROUP = Path("/sys/fs/cgroup")
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes free for this process: on a CPU the least of the machine's and of the control group's."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = _available_memory()
-    group = Path("/sys/fs/cgroup")
-    for limit_file, used_file in (("memory.max", "memory.current"),
-                                  ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+    return min(_available_memory(), *_free_in_group(GROUP))
+
+
+def _free_in_group(group: Path) -> list[int]:
+    """Bytes left under each limit of the control group (version 2 or 1); none where nothing is limited.
+
+    Pages of files that were read count as used there, but the kernel gives them up when memory is asked for.
+    """
+    free = []
+    for folder, limit_file, used_file, prefix in ((group, "memory.max", "memory.current", ""),
+                                                  (group / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+                                                   "total_")):
         try:
-            limit = int((group / limit_file).read_text())  # "max" when there is no limit
-            free = min(free, max(0, limit - int((group / used_file).read_text())))
+            limit = int((folder / limit_file).read_text())  # "max" when there is no limit
+            used = int((folder / used_file).read_text())
+            account = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            files = sum(int(account.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
         except (OSError, ValueError):
             continue
+        free.append(max(0, limit - max(0, used - files)))
     return free
 
 

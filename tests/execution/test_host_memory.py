@@ -116,3 +116,23 @@ def test_threads_beyond_use_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(placement.os, "cpu_count", lambda: 1)
     with pytest.raises(CannotRunError, match="has 1 core, "):
         placement.set_threads(65)
+
+
+@pytest.mark.parametrize("version", [2, 1])
+def test_pages_of_files_read_are_free_in_a_control_group(version: int, tmp_path: Path) -> None:
+    """1,000 bytes are the limit, 900 in use, 600 of them of files."""
+    folder = tmp_path if version == 2 else tmp_path / "memory"
+    folder.mkdir(exist_ok=True)
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    for name, value in zip(names, (1000, 900), strict=True):
+        (folder / name).write_text(f"{value}\n")
+    start = "" if version == 2 else "total_"
+    (folder / "memory.stat").write_text(f"anon 300\n{start}active_file 250\n{start}inactive_file 350\n")
+    assert host_memory._free_in_group(tmp_path) == [700]
+
+
+def test_a_control_group_without_a_limit_limits_nothing(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    assert host_memory._free_in_group(tmp_path) == []
+    assert host_memory._free_in_group(tmp_path / "absent") == []
