@@ -28,7 +28,7 @@ def free_memory(device: torch.device) -> int:
     """Bytes free for this process: on a CPU the least of the machine's and of the control group's."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return min(_available_memory(), *_free_in_group(GROUP))
+    return min([_available_memory(), *_free_in_group(GROUP)])
 
 
 def _free_in_group(group: Path) -> list[int]:
