@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import llvmlite
 import numba
 from numba.core import types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
@@ -43,7 +44,7 @@ class OneFilePerKey(IndexDataCacheFile):
         self._base = base
 
     def path(self, key: object) -> Path:
-        text = repr((numba.__version__, self._source_stamp, key))
+        text = repr((numba.__version__, llvmlite.__version__, self._source_stamp, key))
         return Path(self._cache_path) / f"{self._base}.{hashlib.sha256(text.encode()).hexdigest()[:24]}.nbc"
 
     def flush(self) -> None:
@@ -51,8 +52,7 @@ class OneFilePerKey(IndexDataCacheFile):
 
     def save(self, key: object, data: object) -> None:
         body = self._dump((key, data))
-        # A full or read-only disk costs the next start its time, not this one its work.
-        with suppress(OSError), self._open_for_write(str(self.path(key))) as file:
+        with self._open_for_write(str(self.path(key))) as file:
             file.write(hashlib.sha256(body).digest() + body)
 
     def load(self, key: object) -> object | None:
@@ -75,18 +75,21 @@ class KeptCode(FunctionCache):
         self._cache_file = OneFilePerKey(self._cache_path, self._impl.filename_base,
                                          source_sum(Path(function.__code__.co_filename).parent))
 
+    def save_overload(self, signature: Any, data: Any) -> None:
+        """A full disk costs the next start its time, not this one its work."""
+        with suppress(OSError):
+            super().save_overload(signature, data)
+
 
 @cache
 def source_sum(folder: Path) -> str:
-    """SHA-256 of the files that code compiled in `folder` may come from: its own and this package's that use Numba.
+    """SHA-256 of the files that code compiled in `folder` may come from: its own and this package's.
 
     Of what they say, not of how old they are: files out of a wheel may all be of one age.
     """
     total = hashlib.sha256()
     for file in sorted({*folder.glob("*.py"), *Path(__file__).parent.glob("*.py")}):
-        content = file.read_bytes()
-        if b"numba" in content:
-            total.update(content)
+        total.update(file.read_bytes())
     return total.hexdigest()
 
 

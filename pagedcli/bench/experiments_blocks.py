@@ -17,6 +17,11 @@ _SECONDS = 600.0
 do not say that the paper had an hour. An hour of 2.01 requests/s, which is too many, leaves the axes of Figure 19b."""
 
 
+def arrivals_note(scale: float) -> str:
+    """How long requests arrived, for the report."""
+    return f"{_SECONDS * scale:g} s of arrivals" + (", as in the artefact" if scale == 1 else "")
+
+
 def point(run: Run) -> Point:
     """One run, in a worker process."""
     return run.point()
@@ -47,7 +52,7 @@ def fig18b(setting: Setting) -> Outcome:
         setting.source.describe("sharegpt"), setting.source.describe("alpaca-paper"),
         "the cost of small blocks in the attention kernel is the coefficient block_overhead, set by Figure 18a (20-26 %"
         " at size 16); what is lost in half-empty blocks is simulated",
-        "600 s of arrivals, as in the artefact"))
+        arrivals_note(setting.scale)))
 
 
 def _swap_times(model: CostModel, size: int) -> tuple[float, float, float]:
@@ -101,7 +106,7 @@ def fig19b(setting: Setting) -> Outcome:
                   tuple(Curve(how, tuple((place, latency[how, size]) for place, size in enumerate(SIZES)))
                         for how in ("recompute", "swap")), "bars", limits=(None, 2.5), ticks=tuple(map(str, SIZES)))
     return Outcome("fig19b", "Figure 19b: swap and recompute end to end", cells, (panel,),
-                   (setting.source.describe("sharegpt"), "600 s of arrivals, as in the artefact"))
+                   (setting.source.describe("sharegpt"), arrivals_note(setting.scale)))
 
 
 @dataclass(frozen=True)

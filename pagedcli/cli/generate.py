@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import resource
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -255,11 +255,17 @@ def _read_prefix(path: str | None) -> str | None:
 
 
 def _write_summary(path: Path, summary: Summary) -> None:
+    text = json.dumps(summary.record(), indent=2, ensure_ascii=False) + "\n"
+    whole = not path.exists() or path.is_file()  # else a pipe or a terminal, which no file can take the place of
+    draft = path.with_name(f".{path.name}.draft") if whole else path
     try:
-        path.write_text(json.dumps(summary.record(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        draft.write_text(text, encoding="utf-8")
+        if whole:
+            draft.replace(path)
     except OSError as fault:
-        if path.is_file():
-            path.unlink()  # half a summary, or none: the next run must not take it for another's file
+        if whole:
+            with suppress(OSError):
+                draft.unlink()
         raise CannotRunError(f"cannot write --json-summary {path}: {fault.strerror}; the output is complete",
                              "no_summary") from fault
 

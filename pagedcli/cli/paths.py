@@ -77,7 +77,9 @@ def summary_path(given: str, source: str, target: Target, overwrite: bool) -> Pa
     if given == "-":
         raise UsageError("--json-summary -: the summary goes to a file of its own, since standard output may hold "
                          "rows; name one (/dev/stderr works too)")
-    path = Path(os.path.realpath(given))
+    path = Path(given)
+    if not path.exists() or path.is_file() or path.is_dir():  # a pipe behind /dev/stderr has no path of its own
+        path = Path(os.path.realpath(given))
     if path.is_dir() or not path.parent.is_dir():
         fault = "is a folder: name a file in it" if path.is_dir() else "its folder does not exist; make it first"
         raise UsageError(f"--json-summary {given}: {fault}")

@@ -190,8 +190,8 @@ class TorchSampler(Sampler):
         rows, live = [row for row, _ in members], [seq for _, seq in members]
         group = live[0].group
         if len(live) != len(group.live):
-            raise CannotRunError(f"request {group.request.key!r}: {len(live)} of its "
-                                 f"{counted(len(group.live), 'beam')} computed in a step; they can only be "
+            raise CannotRunError(f"request {group.request.key!r}: a step computed {len(live)} of its "
+                                 f"{counted(len(group.live), 'beam')}; they can only be "
                                  "compared together", "internal")
         if group.beam is None:
             group.beam = BeamState(group, self._eos_ids, group.max_output, self._spelling(group))

@@ -114,7 +114,7 @@ class Journal:
         self._pending.clear()
         with self._disk():
             write_all(self._fd, data)
-            self._kept = self.finished
+            self._kept = self.finished  # of a part of the data that was taken, the next start may find more
             if time.monotonic() - self._synced > SYNC_SECONDS:
                 os.fsync(self._fd)
                 self._synced = time.monotonic()

@@ -30,7 +30,8 @@ class DiskFaults:
         what = "the disk is full" if full else f"the disk refused: {fault.strerror}"
         way = "make room" if full else "mend that"
         kept = self.kept()
-        rows = f"{counted(kept, 'row')} {form(kept, 'is', 'are')} kept there" if kept else "no row was kept yet"
+        rows = (f"at least {counted(kept, 'row')} {form(kept, 'is', 'are')} kept there" if kept
+                else "rows that it took whole are kept there")
         raise CannotRunError(f"{what} while writing beside {self.path}; {rows}: {way} and run the same command again",
                              "no_space" if full else "disk_error") from fault
 

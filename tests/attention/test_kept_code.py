@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import re
 from pathlib import Path
@@ -14,7 +15,7 @@ from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import IndexDataCacheFile
 
 import pagedcli
-from pagedcli.attention.kept_code import OneFilePerKey, kept_cfunc, kept_njit, source_sum
+from pagedcli.attention.kept_code import KeptCode, OneFilePerKey, kept_cfunc, kept_njit, source_sum
 
 
 @pytest.mark.parametrize(("kind", "found"), [(IndexDataCacheFile, "code of a"), (OneFilePerKey, "code of b")])
@@ -27,16 +28,15 @@ def test_keys_of_two_processes_lead_to_their_own_code(kind: type[IndexDataCacheF
     one, two = (kind(str(tmp_path), "module.function", "stamp") for _ in range(2))
     empty = two._load_index()
     two._load_index = lambda: dict(empty)
-    write = one._save_data
+    opened = one._open_for_write
 
-    def interrupted(name: str, data: object) -> None:
-        two.save("b", "code of b")
-        write(name, data)
+    def interrupted(path: str) -> Any:
+        if path.endswith(".nbc"):
+            two.save("b", "code of b")
+        return opened(path)
 
-    one._save_data = interrupted
+    one._open_for_write = interrupted
     one.save("a", "code of a")
-    if kind is OneFilePerKey:
-        two.save("b", "code of b")
     assert kind(str(tmp_path), "module.function", "stamp").load("b") == found
 
 
@@ -59,20 +59,34 @@ def test_code_of_other_sources_is_not_loaded(tmp_path: Path) -> None:
     assert OneFilePerKey(str(tmp_path), "module.function", "new").load("a") is None
 
 
-def test_a_folder_that_takes_no_file_costs_no_work(tmp_path: Path) -> None:
-    kept = OneFilePerKey(str(tmp_path / "absent"), "module.function", "stamp")
-    kept.save("a", 1)
-    assert kept.load("a") is None
+def test_a_full_disk_costs_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: KeptCode, signature: Any, data: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(KeptCode, "_save_overload", full)
+    monkeypatch.setattr(OneFilePerKey, "load", lambda self, key: None)
+    assert make_adder(3).ctypes(10) == 13
+
+
+def test_code_outlives_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KeptCode, "__init__", _in_folder(tmp_path, KeptCode.__init__))
+    assert [make_adder(4).cache_hits for _ in range(2)] == [0, 1]
+    assert make_adder(5).cache_hits == 0
+
+
+def _in_folder(folder: Path, made: Any) -> Any:
+    def init(self: Any, function: Any) -> None:
+        made(self, function)
+        self._cache_file._cache_path = str(folder)
+    return init
 
 
 def test_the_sum_follows_what_files_say(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("import numba\n")
     first = source_sum(tmp_path)
-    source_sum.cache_clear()
-    (tmp_path / "two.py").write_text("import json\n")
-    assert source_sum(tmp_path) == first
-    source_sum.cache_clear()
     (tmp_path / "one.py").write_text("import numba  # changed\n")
+    assert source_sum(tmp_path) == first, "read once a process"
+    source_sum.cache_clear()
     assert source_sum(tmp_path) != first
 
 
