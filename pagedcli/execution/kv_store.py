@@ -13,7 +13,7 @@ from pagedcli.attention.interface import KVLayout
 from pagedcli.core.config import CacheConfig
 from pagedcli.core.errors import CannotRunError
 from pagedcli.core.wording import counted
-from pagedcli.execution.host_memory import free_memory, holding
+from pagedcli.execution.host_memory import check_room, free_memory, holding
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
@@ -24,6 +24,8 @@ CPU_MEMORY_SHARE = 0.4
 MAX_DEFAULT_TOKENS = 1 << 20
 """A device pool whose size nobody gave, and any swap pool, holds at most this many: small models would else get
 millions of blocks, and each block costs its keeper a few bytes and microseconds."""
+
+POOL_WAY_OUT = "Lower --num-kv-blocks or --kv-cache-memory"
 
 Moves = Sequence[tuple[int, int]]
 
@@ -40,7 +42,7 @@ def kv_dtype(wanted: str, model_dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """Blocks on the device and in host memory; `note` says where the size came from."""
+    """Blocks on the device and in host memory; `note` says where their numbers came from."""
 
     num_blocks: int
     host_blocks: int
@@ -61,13 +63,20 @@ def size_pool(layout: KVLayout, dtype: torch.dtype, cache: CacheConfig, device: 
               max_positions: int, room: Room | None = None) -> PoolSize:
     """How many blocks to hold: as given, by bytes, all of the `room` that was measured, or a share of free memory.
 
-    CannotRunError when not even one block fits; it prints the bytes one request needs and the bytes given.
+    CannotRunError when not even one block fits (it prints the bytes one request needs and the bytes given), or when a
+    CPU has no room for the pool or, beside it, for the swap space that was asked for.
     """
     block_bytes = layout.block_elements * dtype.itemsize
     num_blocks, note = _device_blocks(layout, block_bytes, cache, device, max_positions, room)
     pool = num_blocks * block_bytes if device.type == "cpu" else 0
-    host_blocks = _host_blocks(cache.swap_space, block_bytes, layout.block_size, pool)
-    return PoolSize(num_blocks, host_blocks, block_bytes, note)
+    check_room(_named(num_blocks, block_bytes), pool, device, POOL_WAY_OUT)
+    host_blocks, host_note = _host_blocks(cache.swap_space, block_bytes, layout.block_size, pool)
+    return PoolSize(num_blocks, host_blocks, block_bytes, note + host_note)
+
+
+def _named(blocks: int, block_bytes: int) -> str:
+    """What messages call a pool."""
+    return f"{counted(blocks, 'KV block')} of {block_bytes:,} bytes"
 
 
 def _device_blocks(layout: KVLayout, block_bytes: int, cache: CacheConfig, device: torch.device, max_positions: int,
@@ -99,17 +108,18 @@ def _device_blocks(layout: KVLayout, block_bytes: int, cache: CacheConfig, devic
     return num_blocks, note
 
 
-def _host_blocks(swap_space: int, block_bytes: int, block_size: int, pool: int) -> int:
-    """Blocks of the swap pool. Nobody asked for the usual size, so it shrinks to what the host has free beside the
-    `pool` bytes of a CPU's pool; any other that does not fit is a CannotRunError."""
+def _host_blocks(swap_space: int, block_bytes: int, block_size: int, pool: int) -> tuple[int, str]:
+    """Blocks of the swap pool, and a note where they are fewer than usual. Nobody asked for the usual size, so it
+    shrinks to what the host has free beside the `pool` bytes of a CPU's pool; any other that does not fit is a
+    CannotRunError."""
     blocks = min(swap_space // block_bytes, MAX_DEFAULT_TOKENS // block_size)
     free = max(0, free_memory(torch.device("cpu")) - pool)
     if blocks * block_bytes > free:
         if swap_space != CacheConfig().swap_space:
             raise CannotRunError(f"--swap-space = {swap_space:,} bytes: host memory has {free:,} free beside the KV "
                                  "pool. Lower it; 0 swaps nothing", "out_of_memory")
-        blocks = free // block_bytes
-    return blocks
+        return free // block_bytes, f"; swap space cut to the {counted(free, 'byte')} that host memory has free"
+    return blocks, ""
 
 
 class KVStore:
@@ -125,8 +135,7 @@ class KVStore:
         self.dtype = dtype
         self.size = size
         self._host: torch.Tensor | None = None
-        self.pool = self._allocate(size.num_blocks, device, pinned=False,
-                                   option="--num-kv-blocks or --kv-cache-memory")
+        self.pool = self._allocate(size.num_blocks, device, pinned=False, checked=False, way_out=POOL_WAY_OUT)
 
     def copy(self, moves: Moves) -> None:
         """Copy whole blocks within the pool; all sources are read before any destination is written."""
@@ -152,14 +161,18 @@ class KVStore:
 
     def _host_pool(self) -> torch.Tensor:
         if self._host is None:
-            self._host = self._allocate(self.size.host_blocks, torch.device("cpu"), pinned=self.pool.is_cuda,
-                                        option="--swap-space")
+            pinned = self.pool.is_cuda
+            # Unpinned pages cost nothing until blocks are swapped to them, and size_pool found room for them before
+            # the pool's own pages were touched: what is free by now says nothing against it.
+            self._host = self._allocate(self.size.host_blocks, torch.device("cpu"), pinned=pinned, checked=not pinned,
+                                        way_out="Lower --swap-space")
         return self._host
 
-    def _allocate(self, blocks: int, device: torch.device, *, pinned: bool, option: str) -> torch.Tensor:
+    def _allocate(self, blocks: int, device: torch.device, *, pinned: bool, checked: bool,
+                  way_out: str) -> torch.Tensor:
         shape = (blocks, self.layout.block_elements)
-        what = f"{counted(blocks, 'KV block')} of {self.size.block_bytes:,} bytes"
-        with holding(what, device, f"Lower {option}", blocks * self.size.block_bytes):
+        size = 0 if checked else blocks * self.size.block_bytes
+        with holding(_named(blocks, self.size.block_bytes), device, way_out, size):
             try:
                 if device.type == "cpu" and not pinned:
                     return lazy_zeros(shape, self.dtype)

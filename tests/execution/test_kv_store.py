@@ -126,6 +126,38 @@ def test_swap_space_that_was_asked_for_must_fit_and_the_usual_shrinks(monkeypatc
         size_pool(LAYOUT, torch.float32, CacheConfig(num_blocks=1, swap_space=11 * BLOCK * 4), CPU, 64)
 
 
+def test_a_swap_space_that_was_cut_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_store, "free_memory", lambda device: 10 * BLOCK * 4 + 5)
+    note = size_pool(LAYOUT, torch.float32, CacheConfig(num_blocks=1), CPU, 64).note
+    assert note == "1 block, as given; swap space cut to the 11,525 bytes that host memory has free"
+    few = CacheConfig(num_blocks=1, swap_space=9 * BLOCK * 4)
+    assert size_pool(LAYOUT, torch.float32, few, CPU, 64).note == "1 block, as given"
+
+
+def test_a_pool_too_large_is_not_blamed_on_the_swap_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in (kv_store, host_memory):
+        monkeypatch.setattr(place, "free_memory", lambda device: 9 * BLOCK * 4 - 1)
+    with pytest.raises(CannotRunError, match=r"^9 KV blocks of 1,280 bytes: 11,520 bytes, and cpu memory has 11,519 "
+                       r"free\. Lower --num-kv-blocks"):
+        size_pool(LAYOUT, torch.float32, CacheConfig(num_blocks=9, swap_space=BLOCK * 4), CPU, 64)
+
+
+def test_the_first_swap_works_though_memory_has_shrunk_since_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usual swap space takes all that is free at load; the pool's pages are touched before the first swap."""
+    free = 20 * BLOCK * 4
+    for place in (kv_store, host_memory):
+        monkeypatch.setattr(place, "free_memory", lambda device: free)
+    size = size_pool(LAYOUT, torch.float32, CacheConfig(num_blocks=4), CPU, 64)
+    assert size.host_blocks == 16
+    store = KVStore(LAYOUT, torch.float32, size, CPU)
+    store.pool.copy_(torch.randn(store.pool.shape))
+    before = store.pool.clone()
+    free = 1
+    store.swap_out([(1, 15), (2, 0)])
+    store.swap_in([(0, 1), (15, 2)])
+    assert torch.equal(store.pool, before[[0, 2, 1, 3]])
+
+
 def test_a_closed_store_gives_its_memory_back() -> None:
     store = filled()
     store.swap_out([(0, 0)])
