@@ -21,7 +21,7 @@ FORMAT = 2
 """Raise it when a converted folder's content changes, so that older ones are made anew."""
 
 ORIGIN = "origin.json"
-"""Says of a conversion which file it was made from and in which format, so that useless ones can be told (see
+"""Says of a conversion which file it was last used for and in which format, so that useless ones can be told (see
 old_models). Nothing else reads it, so no seal covers it."""
 SAMPLE_BYTES = 1 << 20
 QUICK_BYTES = 16 << 20
@@ -64,13 +64,12 @@ def converted_folder(file: Path, say: Callable[[str], None]) -> tuple[Path, bool
         parent = cache_dir() / "models"
         target = parent / f"{file.stem}-{file_identity(file)}"
         if _whole(target):
-            if not (target / ORIGIN).is_file():
-                with suppress(OSError):  # a cache that cannot be written serves as well
-                    _name_origin(target, file)
+            _note_use(target, file)
             return target, False
         parent.mkdir(parents=True, exist_ok=True)
         with _locked(parent / f"{target.name}.lock"):
             if _whole(target):
+                _note_use(target, file)
                 return target, False
             if target.is_dir():
                 say(f"{target} is damaged ({broken(target, QUICK_BYTES)}) and is made anew")
@@ -94,11 +93,32 @@ def converted_folder(file: Path, say: Callable[[str], None]) -> tuple[Path, bool
     return target, True
 
 
+def read_origin(folder: Path) -> dict[str, Any] | None:
+    """What ORIGIN says of a conversion: its "format" and its "source". None where it cannot be read."""
+    try:
+        origin: Any = json.loads((folder / ORIGIN).read_text("utf-8"))
+        return {"format": int(origin["format"]), "source": str(origin["source"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _origin_of(file: Path) -> dict[str, Any]:
+    return {"format": FORMAT, "source": str(file.resolve())}
+
+
+def _note_use(folder: Path, file: Path) -> None:
+    """Make ORIGIN name the file by which a conversion was found this time: a file that is moved or copied keeps its
+    identity, and the conversion would else seem to be of one that is gone."""
+    if read_origin(folder) != _origin_of(file):
+        with suppress(OSError):  # a cache that cannot be written serves as well
+            _name_origin(folder, file)
+
+
 def _name_origin(folder: Path, file: Path) -> None:
     """Write ORIGIN at once or not at all: several processes may be doing the same."""
     draft = folder / f"{ORIGIN}.{os.getpid()}"
     try:
-        draft.write_text(json.dumps({"format": FORMAT, "source": str(file.resolve())}) + "\n", "utf-8")
+        draft.write_text(json.dumps(_origin_of(file)) + "\n", "utf-8")
         os.replace(draft, folder / ORIGIN)
     finally:
         draft.unlink(missing_ok=True)

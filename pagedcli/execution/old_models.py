@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from pagedcli.execution.gguf_cache import FORMAT, ORIGIN, cache_dir, file_identity
+from pagedcli.execution.gguf_cache import FORMAT, cache_dir, file_identity, read_origin
 from pagedcli.execution.seals import SEAL
 
 _CONVERSION = re.compile(r".+-([0-9a-f]{16})")
@@ -57,25 +55,19 @@ def _why_old(folder: Path) -> str | None:
         return None
     if not (folder / SEAL).is_file():
         return "converted by an older version"
-    origin = _origin(folder)
+    origin = read_origin(folder)
     if origin is None:
         return None  # made before conversions said where they came from: it may well be in use
     if origin["format"] != FORMAT:
         return f"converted in format {origin['format']}, where this version has {FORMAT}"
     source = Path(origin["source"])
     try:
+        if not source.exists() and not any(source.parent.iterdir()):
+            return None  # an empty mount point: its disk may come back, as one does whose folder is not there at all
         same = source.is_file() and file_identity(source) == name[1]
     except OSError:
         return None
     return None if same else f"{source} is gone or another file now"
-
-
-def _origin(folder: Path) -> dict[str, Any] | None:
-    try:
-        origin: Any = json.loads((folder / ORIGIN).read_text("utf-8"))
-        return {"format": int(origin["format"]), "source": str(origin["source"])}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _packed_from(folder: Path) -> Iterator[Path]:

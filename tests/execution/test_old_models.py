@@ -66,6 +66,30 @@ def test_each_way_of_being_useless_is_told(tmp_path: Path, cache: Path) -> None:
     assert all(folder.is_dir() for folder in (unsealed, other_format, replaced, gone, packed)), "nothing is deleted"
 
 
+def test_a_moved_file_keeps_its_conversion(tmp_path: Path) -> None:
+    folder = convert(gguf(tmp_path))
+    (tmp_path / "moved").mkdir()
+    moved = (tmp_path / "model.gguf").rename(tmp_path / "moved" / "model.gguf")
+    assert reasons() == {folder.name: f"{tmp_path / 'model.gguf'} is gone or another file now"}, "not used since"
+    assert converted_folder(moved, lambda line: None) == (folder, False)
+    assert json.loads((folder / ORIGIN).read_text()) == {"format": FORMAT, "source": str(moved)}
+    assert old_models() == []
+    written = (folder / ORIGIN).stat().st_ino
+    convert(moved)
+    assert (folder / ORIGIN).stat().st_ino == written, "written again only for another file"
+
+
+@pytest.mark.parametrize("mount_point_stays", [True, False])
+def test_a_file_on_a_disk_that_is_not_mounted_may_come_back(mount_point_stays: bool, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    convert(gguf(disk))
+    disk.rename(tmp_path / "unmounted")
+    if mount_point_stays:
+        disk.mkdir()
+    assert old_models() == []
+
+
 def test_what_a_running_or_an_older_version_may_read_is_passed_over(tmp_path: Path, cache: Path) -> None:
     folder = convert(gguf(tmp_path))
     (folder / ORIGIN).unlink()  # as made before conversions said where they came from
