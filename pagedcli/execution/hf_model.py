@@ -113,8 +113,8 @@ def load_decoder(source: ModelSource, config: PretrainedConfig, dtype: torch.dty
             if source.dummy:
                 module = random_model(config, dtype, device, seed)
             else:
-                check_room("its weights", weight_bytes(source.weights_folder, dtype), device,
-                           WEIGHTS_WAY_OUT)
+                if getattr(config, "quantization_config", None) is None:  # elements of packed numbers tell no bytes
+                    check_room("its weights", weight_bytes(source.weights_folder, dtype), device, WEIGHTS_WAY_OUT)
                 module = AutoModelForCausalLM.from_pretrained(
                     source.weights_folder, config=config, dtype=dtype, attn_implementation=HOOK_NAME,
                     local_files_only=True, use_safetensors=None if trust_remote_code else True,
@@ -135,17 +135,28 @@ def load_decoder(source: ModelSource, config: PretrainedConfig, dtype: torch.dty
 
 
 def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
-    """Bytes that a folder's tensors take in `dtype`, by what its safetensors files say of themselves; 0 when they
-    cannot be read, which their loader will tell."""
+    """Bytes that a folder's tensors take in `dtype`, by what the safetensors files that will be loaded say of
+    themselves; 0 when they cannot be read, which their loader will tell."""
     total = 0
-    for file in folder.glob("*.safetensors"):
-        try:
+    try:
+        for file in _weight_files(folder):
             with file.open("rb") as stream:
                 head = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
             total += sum(math.prod(facts["shape"]) for name, facts in head.items() if name != "__metadata__")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError, OverflowError):
-            return 0
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError, OverflowError):
+        return 0
     return total * dtype.itemsize
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers loads: the one named model, else those of its index. Beside them a
+    folder may hold the same weights in another form, or an adapter's. Without either, all there are."""
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return [folder / name for name in sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))]
+    return sorted(folder.glob("*.safetensors"))
 
 
 def _unloadable(source: ModelSource, model_type: object, fault: Exception) -> CannotRunError:

@@ -12,7 +12,7 @@ import torch
 from pagedcli.core.config import CacheConfig, ModelConfig
 from pagedcli.core.errors import CannotRunError
 from pagedcli.core.plan import Slice, StepPlan
-from pagedcli.execution import host_memory, loading, placement
+from pagedcli.execution import hf_model, host_memory, loading, placement
 from pagedcli.execution.hf_model import weight_bytes
 from pagedcli.execution.host_memory import check_room, free_memory, holding, is_out_of_memory
 from pagedcli.execution.loading import load_executor
@@ -80,6 +80,45 @@ def test_weights_on_disk_are_counted_by_their_heads(tmp_path: Path, monkeypatch:
     free(monkeypatch, 10)
     with pytest.raises(CannotRunError, match=r"its weights: [\d,]+ bytes, and cpu memory has 10 free"):
         load(folder, attention_backend="cpu")
+
+
+def tensors(file: Path, *shape: int) -> None:
+    head = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    file.write_bytes(struct.pack("<Q", len(head)) + head)
+
+
+def test_only_the_weights_that_will_be_loaded_are_counted(tmp_path: Path) -> None:
+    """A folder as Mistral's are: shards of an index, the same weights in one file more, and an adapter."""
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for name in names:
+        tensors(tmp_path / name, 2, 3)
+    tensors(tmp_path / "consolidated.safetensors", 12)
+    tensors(tmp_path / "adapter_model.safetensors", 5)
+    assert weight_bytes(tmp_path, torch.bfloat16) == 2 * (6 + 6 + 12 + 5), "nothing says which"
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": names[0], "b": names[1], "c": names[0]}}))
+    assert weight_bytes(tmp_path, torch.bfloat16) == 2 * (6 + 6)
+    index.write_text("[]")
+    assert weight_bytes(tmp_path, torch.bfloat16) == 0, "its loader will say what is wrong"
+    tensors(tmp_path / "model.safetensors", 7)
+    assert weight_bytes(tmp_path, torch.bfloat16) == 2 * 7
+
+
+def test_quantised_weights_are_not_counted_by_their_elements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_model("llama", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    reached: list[Path] = []
+
+    def loader(folder: Path, **options: object) -> None:
+        reached.append(folder)
+        raise ValueError("far enough")
+
+    monkeypatch.setattr(hf_model.AutoModelForCausalLM, "from_pretrained", loader)
+    free(monkeypatch, 10)
+    with pytest.raises(CannotRunError, match="far enough"):
+        load(folder, attention_backend="cpu")
+    assert reached == [folder]
 
 
 def test_blocks_too_large_for_the_trial_name_their_option(tmp_path: Path) -> None:
