@@ -52,8 +52,9 @@ def unfusable(decoder: HFDecoder) -> str | None:
 def packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
     """x [T, K] -> x @ weight.T + bias, with the weight laid out once for oneDNN where this torch has it."""
     if widens(weight.dtype):
+        dtype = weight.dtype  # the product must not hold on to the weight itself
         wide = packed(weight.float(), None if bias is None else bias.float())
-        return lambda x: wide(x.float()).to(weight.dtype)
+        return lambda x: wide(x.float()).to(dtype)
     ops = torch.ops.mkldnn
     if torch.backends.mkldnn.is_available() and hasattr(ops, "_reorder_linear_weight"):
         held = ops._reorder_linear_weight(weight, None)
@@ -65,8 +66,10 @@ def packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
 def widens(dtype: torch.dtype) -> bool:
     """Whether products of this type are computed in float32 and rounded once: oneDNN refuses bfloat16 on processors
     below its least, and torch's own product of it gives a row other bits in another batch. Weights take twice the
-    memory then."""
-    return dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    memory then, as they do in a torch without oneDNN."""
+    if dtype != torch.bfloat16:
+        return False
+    return not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def packed_module(module: Any) -> Product:

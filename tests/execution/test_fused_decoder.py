@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from pagedcli.core.plan import Slice, StepPlan
 from pagedcli.execution import fused_decoder, loading, native_weights
-from pagedcli.execution.fused_decoder import FusedDecoder, packed
+from pagedcli.execution.fused_decoder import FusedDecoder, packed, widens
 from pagedcli.execution.linear_kernels import lacks
 from pagedcli.execution.native_decoder import NativeDecoder
 from pagedcli.execution.row_team import RowTeam
@@ -164,6 +165,25 @@ def test_without_bfloat16_products_they_are_taken_in_float32(monkeypatch: pytest
     assert ((whole.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-4).all(), "one rounding, of 8 bits"
     for rows in (8, 16, 24, 40):
         assert torch.equal(product(x[:rows].contiguous()), whole[:rows]), rows
+
+
+def test_a_widened_product_lets_its_weight_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_decoder, "widens", lambda dtype: dtype == torch.bfloat16)
+    weight = torch.eye(16, dtype=torch.bfloat16)
+    gone = weakref.ref(weight)
+    product = packed(weight)
+    del weight
+    assert gone() is None
+    x = torch.arange(128).view(8, 16).bfloat16()
+    assert torch.equal(product(x), x)
+
+
+def test_a_torch_without_onednn_widens_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops, "mkldnn", object())  # it has no operation to ask
+    assert widens(torch.bfloat16) and not widens(torch.float32)
+    x = torch.arange(128).view(8, 16).bfloat16()
+    assert torch.equal(packed(torch.eye(16, dtype=torch.bfloat16))(x), x)
 
 
 def test_a_step_with_padding_rows_writes_only_its_own(tmp_path: Path) -> None:
