@@ -159,7 +159,7 @@ class _Maker:
             with holding(f"the trial of {name} at load, {LOGIT_ROWS} rows of {counted(own.vocab_size, 'logit')}",
                          self.device, WEIGHTS_WAY_OUT, LOGIT_COPIES * LOGIT_ROWS * 4 * own.vocab_size):
                 trial = probe(own, backend, cache_dtype, cache.block_size, name,
-                              lambda whole: model.refine(whole, max_positions))
+                              lambda whole: self._refined(model, whole, max_positions))
             probed_at = time.perf_counter()
             kept = self._keep(model, trial.decoder, trial.judged)
             kept_at = time.perf_counter()
@@ -187,6 +187,11 @@ class _Maker:
             load_seconds={"load": loaded_at - self.started + kept_at - probed_at, "compile": trial.compile_seconds,
                           "probe": trial.seconds, "pool": time.perf_counter() - kept_at})
         return TorchExecutor(trial.decoder, backend, store, steps, limits, info)
+
+    def _refined(self, model: _Model, own: Judged, max_positions: int) -> Decoder:
+        """What runs, made within the trial: memory that lacks here is not its logits'."""
+        with holding(f"{self.source.name}: packing its weights", self.device, WEIGHTS_WAY_OUT):
+            return model.refine(own, max_positions)
 
     def _keep(self, model: _Model, decoder: Decoder, judged: torch.Tensor) -> str | None:
         """Keep a packed copy of weights that came from the model's own files; a note on it."""

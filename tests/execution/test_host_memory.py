@@ -134,6 +134,19 @@ def test_a_vocabulary_too_large_for_the_trial_is_told(tmp_path: Path, monkeypatc
         dummy(tmp_path)
 
 
+@pytest.mark.parametrize("fault", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_weights_that_cannot_be_packed_are_not_blamed_on_logits(fault: Exception, tmp_path: Path,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    def refine(own: object, most: int) -> None:
+        raise fault
+
+    monkeypatch.setattr(loading, "choose_decoder", lambda decoder, backend: (refine, "none"))
+    with pytest.raises(CannotRunError, match=r"^config: packing its weights: does not fit in cpu memory, which has "
+                       r"[\d,]+ bytes free\. Choose a smaller --model") as told:
+        dummy(tmp_path)
+    assert told.value.code == "out_of_memory"
+
+
 def test_positions_beyond_memory_name_their_option(tmp_path: Path) -> None:
     with pytest.raises(CannotRunError, match=r"^the rotary table of 1,099,511,627,776 positions: [\d,]+ bytes, and cpu "
                        r"memory has [\d,]+ free\. Lower --max-model-len"):
