@@ -95,7 +95,7 @@ class Split:
         whole = KVLayout(self.whole_specs, layout.block_size)
         own_memory = device.type == "cuda" and cache.num_blocks is None and cache.memory is None
         size = size_pool(layout if own_memory else whole, dtype, cache, device, max_positions, room)
-        hosts = size_pool(whole, dtype, replace(cache, num_blocks=1), device, max_positions).host_blocks
+        hosts = size_pool(whole, dtype, replace(cache, num_blocks=size.num_blocks), device, max_positions).host_blocks
         num_blocks, host_blocks = self.ranks.least(size.num_blocks, hosts)
         return PoolSize(num_blocks, host_blocks, layout.block_elements * dtype.itemsize, size.note)
 

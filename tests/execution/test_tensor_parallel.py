@@ -10,19 +10,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from pagedcli.attention.interface import KVLayout, LayerSpec
 from pagedcli.core.config import CacheConfig, ModelConfig, RunConfig, SchedulerConfig
 from pagedcli.core.errors import UsageError
 from pagedcli.core.request import Request, SamplingParams
 from pagedcli.engine.build import build_engine
+from pagedcli.execution import host_memory, kv_store
 from pagedcli.execution.interface import Executor
 from pagedcli.execution.loading import load_executor
 from pagedcli.execution.model_hub import resolve_model
 from pagedcli.execution.ranks import Place
-from pagedcli.execution.tensor_parallel import TensorParallelExecutor, _lead, load_tensor_parallel
+from pagedcli.execution.tensor_parallel import Split, TensorParallelExecutor, _lead, load_tensor_parallel
 from tests.execution.tiny_models import VOCAB, save_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,3 +126,18 @@ def test_sizes_that_do_not_divide_are_refused_before_anything_starts(tmp_path: P
     config = settings(folder, 4)
     with pytest.raises(UsageError, match=r"2 key/value heads .* do not divide among 4 ranks.*sizes work: 1, 2"):
         load_tensor_parallel(resolve_model(config), config, CACHE)
+
+
+def test_the_swap_space_of_ranks_is_what_the_pool_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks in one memory of 20 blocks: 12 for the pool of both, so that 8 are left."""
+    whole = LayerSpec(4, 2, 8, 8, 1.0)
+    block_bytes = KVLayout((whole,), 4).block_elements * 4
+    for place in (kv_store, host_memory):
+        monkeypatch.setattr(place, "free_memory", lambda device: 20 * block_bytes)
+    split = Split(Place(0, 2, "127.0.0.1", 1), dist.HashStore(), ModelConfig())
+    split.whole_specs = (whole,)
+    monkeypatch.setattr(split, "_ranks", SimpleNamespace(least=lambda *numbers: numbers))
+    part = KVLayout((replace(whole, heads=2, kv_heads=1),), 4)
+    size = split.size_pool(part, torch.float32, CacheConfig(block_size=4, num_blocks=12), torch.device("cpu"), 64)
+    assert (size.num_blocks, size.host_blocks, size.block_bytes) == (12, 8, block_bytes // 2)
+    assert f"swap space cut to the {8 * block_bytes:,} bytes that host memory has free" in size.note
