@@ -9,15 +9,15 @@ import torch
 from pagedcli.core.errors import CannotRunError, UsageError
 from pagedcli.core.wording import counted
 
-THREADS_A_CORE, LEAST_MOST_THREADS = 16, 64
-"""Threads beyond this many a core, and beyond 64, are refused: thousands end in the OpenMP library's death, and long
-before that they only wait for each other."""
+THREADS_A_CORE, ALWAYS_ALLOWED_THREADS = 16, 64
+"""Threads beyond 16 a core are refused, unless they are no more than the 64 that every machine is allowed: thousands
+end in the OpenMP library's death, and long before that they only wait for each other."""
 
 
 def set_threads(wanted: int) -> None:
     """Give torch, and with it the whole process, `wanted` CPU threads. CannotRunError for more than can be of use."""
     cores = os.cpu_count() or 1
-    most = max(LEAST_MOST_THREADS, THREADS_A_CORE * cores)
+    most = max(ALWAYS_ALLOWED_THREADS, THREADS_A_CORE * cores)
     if wanted > most:
         raise CannotRunError(f"--threads = {wanted:,}: this machine has {counted(cores, 'core')}, for which at most "
                              f"{most:,} threads are of any use. Lower it, or leave it out to use every core",
