@@ -158,6 +158,18 @@ def test_the_first_swap_works_though_memory_has_shrunk_since_load(monkeypatch: p
     assert torch.equal(store.pool, before[[0, 2, 1, 3]])
 
 
+def test_a_swap_pool_that_the_system_refuses_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = filled()
+
+    def refuse(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(kv_store, "lazy_zeros", refuse)
+    with pytest.raises(CannotRunError, match=r"^6 KV blocks of 1,280 bytes: does not fit in cpu memory, which has "
+                       r"[\d,]+ bytes free\. Lower --swap-space"):
+        store.swap_out([(0, 0)])
+
+
 def test_a_closed_store_gives_its_memory_back() -> None:
     store = filled()
     store.swap_out([(0, 0)])
