@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ old_models). Nothing else reads it, so no seal covers it."""
 SAMPLE_BYTES = 1 << 20
 QUICK_BYTES = 16 << 20
 """Files up to here are read at every start to see that they are whole; weights when they are loaded (see seals)."""
+
+_MEMORY_WAY_OUT = "Choose a smaller --model, or the same one as safetensors, which need no conversion"
 
 
 def cache_dir() -> Path:
@@ -149,27 +152,51 @@ def _convert(file: Path, out: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from pagedcli.execution.host_memory import is_out_of_memory
+    from pagedcli.execution.host_memory import check_room, is_out_of_memory
     from pagedcli.execution.quiet import quiet_transformers
 
     try:
+        check_room(f"cannot convert {file}: its weights in fp32, of which all are held at once", _fp32_bytes(file),
+                   torch.device("cpu"), _MEMORY_WAY_OUT)
         with quiet_transformers(), redirect_stderr(io.StringIO()):  # its progress bar knows no other way to be quiet
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
             model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    except OSError:
+    except CannotRunError:
         raise
     except Exception as fault:  # the reader raises whatever its parts raise; each means the same to a user
         if is_out_of_memory(fault):
-            raise CannotRunError(f"cannot convert {file}: this machine has too little memory for its weights in fp32; "
-                                 "choose a smaller --model", "out_of_memory") from fault
+            raise _too_large(file) from fault
         reason = str(fault).strip().split("\n")[0]
         raise CannotRunError(f"cannot convert {file}: {type(fault).__name__}: {reason}", "bad_model_file") from fault
     try:
         _write_model(model, tokenizer, out)
-    except OSError:
+    except Exception as fault:
+        if is_out_of_memory(fault):
+            raise _too_large(file) from fault
+        if _could_not_write(fault):
+            raise OSError(str(fault).strip().split("\n")[0]) from fault
         raise
-    except Exception as fault:  # the Rust libraries below have errors of their own for a disk that is full
-        raise OSError(str(fault).strip().split("\n")[0]) from fault
+
+
+def _fp32_bytes(file: Path) -> int:
+    """Bytes of a GGUF file's weights once they are dequantised: 4 for each element that its table of tensors has."""
+    from gguf import GGUFReader
+
+    return 4 * sum(int(tensor.n_elements) for tensor in GGUFReader(file).tensors)
+
+
+def _too_large(file: Path) -> CannotRunError:
+    return CannotRunError(f"cannot convert {file}: this machine has too little memory for its weights in fp32. "
+                          f"{_MEMORY_WAY_OUT}", "out_of_memory")
+
+
+def _could_not_write(fault: Exception) -> bool:
+    """Whether an error of the Rust libraries below is one of writing: they have their own for a disk that is full,
+    safetensors a type and tokenizers none at all, and only the text tells them from faults of this program."""
+    from safetensors import SafetensorError
+
+    theirs = type(fault) is Exception or isinstance(fault, SafetensorError)
+    return theirs and re.search(r"os error \d+|I/O error|IoError", str(fault)) is not None
 
 
 def _write_model(model: Any, tokenizer: Any, out: Path) -> None:

@@ -255,22 +255,6 @@ def test_a_damaged_conversion_is_made_anew_or_refused(tmp_path: Path, monkeypatc
     gguf_cache.check_conversion(tmp_path)  # a model of the user's own has no seal
 
 
-def test_a_disk_too_full_for_a_conversion_is_no_internal_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Tokenizer:
-        def save_pretrained(self, out: Path) -> None:
-            raise Exception("No space left on device (os error 28)")
-
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *given, **more: Tokenizer())
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *given, **more: None)
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"GGUF" + b"\0" * 100)
-    with pytest.raises(CannotRunError, match=r"cannot convert .*: No space left on device \(os error 28\)\. The "
-                       r"converted model is kept in .*PAGEDCLI_CACHE names another folder") as fault:
-        gguf_cache.converted_folder(file, lambda line: None)
-    assert fault.value.code == "cache_unusable"
-    assert [item.suffix for item in (tmp_path / "cache" / "models").iterdir()] == [".lock"]
-
-
 def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert gguf_cache.cache_dir() == tmp_path / "cache"
     monkeypatch.delenv("PAGEDCLI_CACHE")
