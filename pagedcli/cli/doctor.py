@@ -69,7 +69,8 @@ def examine(model: str) -> list[Finding]:
         _looked_at("cpu", _cpu),
         _looked_at("memory", _memory),
         _model(model),
-        *_caches(),
+        _looked_at("model cache", lambda: _cache(_own_cache())),
+        _looked_at("Hugging Face cache", lambda: _cache(_hub_cache())),
         *_old_models(),
     ]
 
@@ -86,7 +87,11 @@ def _looked_at(name: str, look: Callable[[], tuple[bool, str]]) -> Finding:
     try:
         return Finding(name, *look())
     except Exception as fault:  # a doctor must outlive any patient: broken drivers raise all kinds of errors
-        return Finding(name, False, f"cannot tell: {type(fault).__name__}: {fault}")
+        return _cannot_tell(name, fault)
+
+
+def _cannot_tell(name: str, fault: Exception) -> Finding:
+    return Finding(name, False, f"cannot tell: {type(fault).__name__}: {fault}")
 
 
 def _devices() -> tuple[bool, str]:
@@ -157,16 +162,14 @@ def _model(name: str) -> Finding:
                        needed=True)
     except PagedError as fault:
         return Finding("model", False, f"{name}: {fault.message}", needed=True)
-    except ImportError as fault:
-        return Finding("model", False, f"{name}: cannot look for it: {fault}", needed=True)
+    except Exception as fault:  # a part that is not installed, a folder that is shut, or what else there is
+        return Finding("model", False, f"{name}: cannot look for it: {type(fault).__name__}: {fault}", needed=True)
 
 
-def _caches() -> list[Finding]:
-    home = Path(os.environ.get("XDG_CACHE_HOME", "") or Path.home() / ".cache")
-    hub = Path(os.environ.get("HF_HOME", "") or home / "huggingface")
-    folders = [("model cache", _own_cache(home)), ("Hugging Face cache", hub)]
-    return [Finding(name, _writable(path), f"{path} ({_held(path) if path.exists() else 'made when needed'}, "
-                    f"{'writable' if _writable(path) else 'not writable'})") for name, path in folders]
+def _cache(path: Path) -> tuple[bool, str]:
+    writable = _writable(path)
+    return writable, (f"{path} ({_held(path) if path.exists() else 'made when needed'}, "
+                      f"{'writable' if writable else 'not writable'})")
 
 
 def _held(folder: Path) -> str:
@@ -182,25 +185,30 @@ def _mebibytes(size: int) -> str:
 
 def _old_models() -> list[Finding]:
     """One line for each folder of the model cache that is of no use any more, and one that says how to delete them."""
-    from pagedcli.execution.old_models import old_models
+    try:
+        from pagedcli.execution.old_models import old_models
 
-    found = old_models()
+        found = old_models()
+    except Exception as fault:  # as in _looked_at: what lies in a folder may surprise in any way
+        return [_cannot_tell("old models", fault)]
     if not found:
         return []
     lines = [Finding("old model", False, f"{item.folder} ({_mebibytes(item.size)}): {item.why}") for item in found]
     names = " ".join(shlex.quote(str(item.folder)) for item in found)
     total = sum(item.size for item in found)
     return [*lines, Finding("old models", False, f"{_mebibytes(total)} in {counted(len(found), 'folder')}. When no "
-                            f"older version of pagedcli is running, delete them with: rm -r -- {names}")]
+                            f"other version of pagedcli uses this cache, delete them with: rm -r -- {names}")]
 
 
-def _own_cache(home: Path) -> Path:
-    try:
-        from pagedcli.execution.gguf_cache import cache_dir
+def _own_cache() -> Path:
+    from pagedcli.execution.gguf_cache import cache_dir
 
-        return cache_dir()
-    except ImportError:
-        return home / "pagedcli"
+    return cache_dir()
+
+
+def _hub_cache() -> Path:
+    home = Path(os.environ.get("XDG_CACHE_HOME", "") or Path.home() / ".cache")
+    return Path(os.environ.get("HF_HOME", "") or home / "huggingface")
 
 
 def _writable(path: Path) -> bool:

@@ -34,13 +34,21 @@ def old_models() -> list[OldModel]:
     """Conversions of older formats or of GGUF files that are gone, what was packed from them, and what killed
     conversions left. Folders that do not bear this program's names are passed over, and so is what cannot be read."""
     found: list[OldModel] = []
-    parent = cache_dir() / "models"
-    for folder in sorted(parent.iterdir()) if parent.is_dir() else ():
-        why = _why_old(folder)
-        if why is not None:
-            found.append(OldModel(folder, held_bytes(folder), why))
-            found += [OldModel(copy, held_bytes(copy), f"packed from {folder.name}") for copy in _packed_from(folder)]
+    for folder in _inside(cache_dir() / "models"):
+        with suppress(OSError):  # a cache may be shared, and another user's folder may be shut
+            why = _why_old(folder)
+            if why is not None:
+                found.append(OldModel(folder, held_bytes(folder), why))
+                for copy in _packed_from(folder):
+                    found.append(OldModel(copy, held_bytes(copy), f"packed from {folder.name}"))
     return found
+
+
+def _inside(parent: Path) -> list[Path]:
+    try:
+        return sorted(parent.iterdir())
+    except OSError:  # it is not there, or not for this user
+        return []
 
 
 def _why_old(folder: Path) -> str | None:
@@ -53,12 +61,14 @@ def _why_old(folder: Path) -> str | None:
     name = _CONVERSION.fullmatch(folder.name)
     if name is None or not (folder / "config.json").is_file():
         return None
+    origin = read_origin(folder)
+    if origin is not None and origin["format"] > FORMAT:
+        return None  # a newer version's, whose rules are not known here
     if not (folder / SEAL).is_file():
         return "converted by an older version"
-    origin = read_origin(folder)
     if origin is None:
         return None  # made before conversions said where they came from: it may well be in use
-    if origin["format"] != FORMAT:
+    if origin["format"] < FORMAT:
         return f"converted in format {origin['format']}, where this version has {FORMAT}"
     source = Path(origin["source"])
     try:

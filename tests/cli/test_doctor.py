@@ -56,8 +56,25 @@ def test_conversions_of_no_use_are_named_with_their_size_and_the_way_to_delete_t
     (folder / "model.safetensors").write_bytes(bytes(3 << 20))
     said = console("doctor").stdout
     assert f"{folder} (3 MiB): converted by an older version" in said
-    assert "3 MiB in 1 folder. When no older version of pagedcli is running, delete them with: rm -r -- " \
+    assert "3 MiB in 1 folder. When no other version of pagedcli uses this cache, delete them with: rm -r -- " \
            f"'{folder}'" in said
     (folder / "model.safetensors").unlink()
     (folder / "config.json").unlink()
     assert "old model" not in console("doctor").stdout
+
+
+def test_a_cache_that_is_shut_does_not_stop_the_rest(console: Console, tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: object, **more: object) -> None:
+        raise PermissionError(13, "Permission denied", "/a/cache")
+
+    monkeypatch.setattr("pagedcli.execution.old_models.old_models", refuse)
+    monkeypatch.setattr("pagedcli.execution.model_hub.resolve_model", refuse)
+    monkeypatch.setattr("pagedcli.execution.gguf_cache.cache_dir", refuse)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    result = console("doctor")
+    said = "cannot tell: PermissionError: [Errno 13] Permission denied: '/a/cache'"
+    told = {line.removesuffix(said)[8:].strip() for line in result.stdout.splitlines() if line.endswith(said)}
+    assert told == {"model cache", "old models"}
+    assert f"{tmp_path} (" in result.stdout, "the other cache is looked at all the same"
+    assert result.exit_code == 3 and "cannot look for it: PermissionError" in result.stdout

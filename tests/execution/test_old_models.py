@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -102,6 +104,41 @@ def test_what_a_running_or_an_older_version_may_read_is_passed_over(tmp_path: Pa
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert old_models() == [], "a conversion is at work in it"
     assert reasons() == {scratch.name: "left by a conversion that was killed"}
+
+
+def test_what_a_newer_version_made_is_passed_over(tmp_path: Path) -> None:
+    folder = convert(gguf(tmp_path))
+    (folder / ORIGIN).write_text(json.dumps({"format": FORMAT + 1, "source": str(tmp_path / "gone.gguf")}))
+    (folder / "sums.json").unlink()  # it may seal in another way
+    assert old_models() == []
+
+
+def test_what_this_user_may_not_read_is_passed_over(tmp_path: Path, cache: Path,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    shut, seen = (convert(gguf(tmp_path, name)) for name in ("a", "b"))
+    for folder in (shut, seen):
+        (folder / "sums.json").unlink()
+    closed, stat, iterdir = [shut], Path.stat, Path.iterdir
+
+    def look(path: Path, **more: bool) -> os.stat_result:
+        if any(folder in path.parents for folder in closed):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **more)
+
+    def names(path: Path) -> Iterator[Path]:
+        if path in closed:
+            raise PermissionError(13, "Permission denied", str(path))
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "stat", look)
+    monkeypatch.setattr(Path, "iterdir", names)
+    with pytest.raises(PermissionError):
+        (shut / "config.json").is_file()
+    assert reasons() == {seen.name: "converted by an older version"}
+    closed.append(cache / "models")
+    assert old_models() == []
+    closed.append(tmp_path)
+    assert old_models() == []
 
 
 def test_what_is_not_ours_is_passed_over(tmp_path: Path, cache: Path) -> None:
