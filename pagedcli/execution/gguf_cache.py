@@ -24,6 +24,11 @@ FORMAT = 2
 ORIGIN = "origin.json"
 """Says of a conversion which file it was last used for and in which format, so that useless ones can be told (see
 old_models). Nothing else reads it, so no seal covers it."""
+DIGITS = 16
+CONVERSION = re.compile(rf".+-([0-9a-f]{{{DIGITS}}})")
+"""How conversions are named: the file's stem and its identity (group 1)."""
+SCRATCH = re.compile(rf"\.({CONVERSION.pattern})\.[^.]+\.tmp")
+"""How the folder is named in which a conversion (group 1) is being made."""
 SAMPLE_BYTES = 1 << 20
 QUICK_BYTES = 16 << 20
 """Files up to here are read at every start to see that they are whole; weights when they are loaded (see seals)."""
@@ -48,7 +53,17 @@ def file_identity(file: Path) -> str:
         digest.update(stream.read(SAMPLE_BYTES))
         stream.seek(max(0, facts.st_size - SAMPLE_BYTES))
         digest.update(stream.read(SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()[:DIGITS]
+
+
+def place_digest(folder: Path) -> str:
+    """A short digest of where a folder lies, which the names of what is packed from it carry (see packed_copy)."""
+    return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
+
+
+def lock_file(conversion: Path) -> Path:
+    """What a process holds locked while it makes a conversion."""
+    return conversion.with_name(f"{conversion.name}.lock")
 
 
 def converted_folder(file: Path, say: Callable[[str], None]) -> tuple[Path, bool]:
@@ -70,7 +85,7 @@ def converted_folder(file: Path, say: Callable[[str], None]) -> tuple[Path, bool
             _note_use(target, file)
             return target, False
         parent.mkdir(parents=True, exist_ok=True)
-        with _locked(parent / f"{target.name}.lock"):
+        with _locked(lock_file(target)):
             if _whole(target):
                 _note_use(target, file)
                 return target, False

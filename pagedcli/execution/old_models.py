@@ -6,19 +6,22 @@ A run of another version of this program may be reading it at this moment, and o
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
-import re
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagedcli.execution.gguf_cache import FORMAT, cache_dir, file_identity, read_origin
+from pagedcli.execution.gguf_cache import (
+    CONVERSION,
+    FORMAT,
+    SCRATCH,
+    cache_dir,
+    file_identity,
+    lock_file,
+    place_digest,
+    read_origin,
+)
 from pagedcli.execution.seals import SEAL
-
-_CONVERSION = re.compile(r".+-([0-9a-f]{16})")
-_SCRATCH = re.compile(r"\.(.+-[0-9a-f]{16})\.[^.]+\.tmp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +58,10 @@ def _why_old(folder: Path) -> str | None:
     """Why no run of this version will read a folder of the cache; None for one that may be read, or is not ours."""
     if folder.is_symlink() or not folder.is_dir():
         return None
-    scratch = _SCRATCH.fullmatch(folder.name)
+    scratch = SCRATCH.fullmatch(folder.name)
     if scratch is not None:
-        return None if _held(folder.with_name(f"{scratch[1]}.lock")) else "left by a conversion that was killed"
-    name = _CONVERSION.fullmatch(folder.name)
+        return None if _held(lock_file(folder.with_name(scratch[1]))) else "left by a conversion that was killed"
+    name = CONVERSION.fullmatch(folder.name)
     if name is None or not (folder / "config.json").is_file():
         return None
     origin = read_origin(folder)
@@ -80,10 +83,9 @@ def _why_old(folder: Path) -> str | None:
     return None if same else f"{source} is gone or another file now"
 
 
-def _packed_from(folder: Path) -> Iterator[Path]:
+def _packed_from(folder: Path) -> list[Path]:
     """Packed copies of a conversion's weights: their names carry a digest of where it lies (see packed_copy)."""
-    place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
-    yield from sorted((cache_dir() / "packed").glob(f"*-{place}-*"))
+    return [copy for copy in _inside(cache_dir() / "packed") if f"-{place_digest(folder)}-" in copy.name]
 
 
 def _held(lock: Path) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from pagedcli import __version__
-from pagedcli.execution.gguf_cache import cache_dir
+from pagedcli.execution.gguf_cache import cache_dir, place_digest
 from pagedcli.execution.kv_store import TORCH_DTYPES, dtype_name, lazy_zeros
 from pagedcli.execution.model_hub import ModelSource
 from pagedcli.execution.native_weights import NativeWeights, rebuild, tensors
@@ -137,7 +137,7 @@ def drop_copy(folder: Path) -> None:
 
 def _family(source: ModelSource, dtype: torch.dtype) -> str:
     """How the names of all copies of one model in one type begin."""
-    place = hashlib.sha256(str(source.weights_folder.resolve()).encode()).hexdigest()[:8]
+    place = place_digest(source.weights_folder)
     return f"{re.sub('[^A-Za-z0-9._-]+', '-', source.name).lstrip('.-')}-{place}-{dtype_name(dtype)}-"
 
 

@@ -10,10 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from pagedcli.execution import gguf_cache
+from pagedcli.execution import gguf_cache, packed_copy
 from pagedcli.execution.gguf_cache import FORMAT, ORIGIN, converted_folder
+from pagedcli.execution.linear_kernels import lacks
 from pagedcli.execution.old_models import held_bytes, old_models
+from tests.execution.tiny_models import load, save_model
 
 
 @pytest.fixture(autouse=True)
@@ -163,6 +166,20 @@ def test_a_cache_that_cannot_be_written_serves_all_the_same(tmp_path: Path, monk
     monkeypatch.setattr(gguf_cache.os, "replace", refuse)
     assert converted_folder(tmp_path / "model.gguf", lambda line: None) == (folder, False)
     assert sorted(item.name for item in folder.iterdir()) == ["config.json", "model.safetensors", "sums.json"]
+
+
+@pytest.mark.skipif(lacks(torch.float32) is not None, reason="no native products on this processor")
+def test_what_was_packed_from_a_conversion_is_found_by_its_own_name(tmp_path: Path, cache: Path,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_copy, "LEAST_BYTES", 0)
+    monkeypatch.setattr(gguf_cache, "_convert", lambda file, out: save_model("llama", out))
+    folder = convert(gguf(tmp_path, "my model"))
+    load(folder, attention_backend="cpu")
+    load(save_model("llama", tmp_path / "other"), attention_backend="cpu")
+    (tmp_path / "my model.gguf").unlink()
+    (copy,) = (cache / "packed").glob("my-model-*")
+    assert reasons() == {folder.name: f"{tmp_path / 'my model.gguf'} is gone or another file now",
+                         copy.name: f"packed from {folder.name}"}
 
 
 def test_bytes_are_of_all_files_and_follow_no_link(tmp_path: Path) -> None:
