@@ -54,9 +54,10 @@ def kernels(
     from pagedcli.bench.micro import copy_bandwidth, run_cases
     from pagedcli.bench.micro_cases import HEADS, figure_18a, full_cases, quick_cases
     from pagedcli.bench.signature import make_signature
+    from pagedcli.execution.placement import set_threads
 
     if threads is not None:
-        torch.set_num_threads(threads)
+        set_threads(threads)
     bench, backend = _bench(device, attention_backend, dtype, full)
     cuda = bench.device.type == "cuda"
     signature = make_signature(

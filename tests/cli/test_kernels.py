@@ -54,3 +54,9 @@ def test_what_cannot_run(console: Console) -> None:
     if not torch.cuda.is_available():
         result = console("kernels", "--device", "cuda")
         assert result.exit_code == 3 and "no CUDA device that torch can use" in result.stderr
+
+
+def test_more_threads_than_are_of_use_are_refused_before_anything_is_measured(console: Console) -> None:
+    result = console("kernels", "--threads", "100000")
+    assert result.exit_code == 3 and result.stdout == ""
+    assert "--threads = 100,000: this machine has" in result.stderr and "threads are of any use" in result.stderr
