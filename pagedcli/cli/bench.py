@@ -15,7 +15,8 @@ from pagedcli.cli.environment import Environment, environment_of
 from pagedcli.cli.help_text import GroupedHelp
 from pagedcli.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, with_options
 from pagedcli.cli.ranks import leading_ranks
-from pagedcli.core.errors import ExitStatus, UsageError
+from pagedcli.cli.results_folder import check_folder, check_name
+from pagedcli.core.errors import ExitStatus
 from pagedcli.core.wording import counted
 
 if TYPE_CHECKING:
@@ -49,8 +50,10 @@ def bench(
 
 def _bench(environment: Environment, setup: Setup, settings: dict[str, Any]) -> None:
     folder = Path(settings.get("results", "results"))
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"--results {folder} is not a folder")
+    name = settings.get("name")
+    check_folder(folder)
+    if name is not None:
+        check_folder(folder / check_name(name), "--results and --name:")
     interrupted = False
     backend = load_backend(setup, environment.say)
     try:
@@ -160,8 +163,6 @@ def _notes(load_format: str, workload: Workload, more: tuple[str, ...]) -> list[
 def _name(settings: Mapping[str, Any], policies: tuple[str, ...], workload: Workload) -> str:
     given = settings.get("name")
     if given is not None:
-        if "/" in given or given in ("", ".", ".."):
-            raise UsageError(f"--name {given!r}: must be a plain folder name (choose where with --results)")
         return str(given)
     return f"{workload.name}-{'-'.join(policies)}-{datetime.now():%Y%m%d-%H%M%S}"
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pagedcli.cli.results_folder import check_folder
 from pagedcli.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,10 +54,14 @@ def paper(
         raise UsageError(f"--scale = {scale}: must be above 0 and at most 1")
     if workers is not None and workers < 1:
         raise UsageError(f"--workers = {workers}: must be at least 1")
+    for option, file in (("--lengths", lengths), ("--beams", beams)):
+        if file is not None and not file.is_file():
+            raise UsageError(f"{option} {file}: there is no such file")
+    names = choose(experiments)
+    check_folder(results)
     setting = Setting(LengthSource(lengths), workers or default_workers(), scale, beams)
     signature = make_signature({"command": "paper", "lengths": lengths, "beams": beams, "scale": scale})
     judged = held = 0
-    names = choose(experiments)
 
     def begun(name: str) -> None:
         if len(names) > 1:

@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner, Result
 
+from pagedcli.cli import bench
 from pagedcli.cli.app import app
 from pagedcli.cli.bench_setup import DEFAULT_REQUESTS, read_rates, read_setup
 from pagedcli.cli.bench_view import state_table
@@ -135,6 +136,19 @@ def test_bad_options_end_in_one_message(words: tuple[str, ...], says: str, tmp_p
     done = invoke("bench", *NULL, "--rate", "inf", "--results", str(tmp_path), *words)
     assert done.exit_code == 2
     assert says in done.stderr and "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (("--name", "a/b"), "--name 'a/b': must be a plain folder name"), (("--name", "../../x"), "--name '../../x'"),
+    (("--name", ""), "--name ''"), (("--results", "/proc/x"), "--results /proc/x: cannot be written to"),
+    (("--results", "/dev/null"), "--results /dev/null is not a folder"),
+    (("--name", "n" * 300), "File name too long")])
+def test_results_that_cannot_be_written_are_refused_before_serving(
+        words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bench, "load_backend", lambda *_: pytest.fail("served"))
+    done = invoke("bench", *SIMULATED, "--results", str(tmp_path / "new" / "deep"), *words)
+    assert done.exit_code == 2 and said in done.stderr, done.output
+    assert not list(tmp_path.iterdir())
 
 
 def test_rates_are_read():

@@ -39,6 +39,18 @@ def test_nothing_runs_unasked(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("words", "said"), [
+    (("--results", "/proc/x"), "--results /proc/x: cannot be written to"),
+    (("--lengths", "nope"), "--lengths nope: there is no such file"),
+    (("--beams", "nope"), "--beams nope: there is no such file")])
+def test_files_that_are_not_there_are_refused_before_the_experiments(
+        words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagedcli.bench.experiments.run_experiments", lambda *_: pytest.fail("ran"))
+    done = invoke("paper", "table1", "--results", str(tmp_path / "new"), *words)
+    assert done.exit_code == 2 and said in done.stderr, done.output
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_several_experiments_say_when_they_begin(tmp_path: Path, workers: str) -> None:
     done = invoke("paper", "table1", "fig2", "--scale", "0.02", "--workers", workers, "--results", str(tmp_path))
