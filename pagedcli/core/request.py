@@ -62,6 +62,12 @@ def _ids(name: str, value: object) -> tuple[int, ...]:
     return ids
 
 
+MOST_TOP_K = (1 << 31) - 1
+"""More than any vocabulary has."""
+MOST_PENALTY = 1e6
+"""Of logits multiplied or divided by it none leaves the range of float32, so the row stays one that can be answered."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen for one request; names and ranges are vLLM's, beam fields Hugging Face's.
@@ -124,11 +130,12 @@ class SamplingParams:
             ("n", self.n >= 1, "at least 1"),
             ("temperature", 0 <= self.temperature <= 2, "between 0 and 2"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("top_k", self.top_k >= -1, "-1 or 0 (off), or at least 1"),
+            ("top_k", -1 <= self.top_k <= MOST_TOP_K, f"-1 or 0 (off), or between 1 and {MOST_TOP_K}"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
-            ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
+            ("repetition_penalty", 1 / MOST_PENALTY <= self.repetition_penalty <= MOST_PENALTY,
+             f"between {1 / MOST_PENALTY:g} and {MOST_PENALTY:g}"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 0, "at least 0"),
             ("logprobs", self.logprobs is None or self.logprobs >= -1, "-1 (all) or at least 0"),
             ("prompt_logprobs", self.prompt_logprobs is None or self.prompt_logprobs >= -1,

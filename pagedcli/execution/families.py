@@ -73,12 +73,16 @@ def _ropes(text: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return found
 
 
+LEAST_POSITIONS = 12
+"""The trial that every model passes at load has prompts of 11 tokens (probe.LENGTHS)."""
+
+
 def position_limit(config: Mapping[str, Any], asked: int | None) -> tuple[int, str | None]:
     """Longest sequence (prompt plus output, tokens), and a note when the model's own limit was lowered.
 
     Rope types whose frequencies follow the longest sequence of the batch (dynamic NTK, longrope) are served only up to
     their original length: past it a long neighbour would change what short sequences compute, and cached keys
-    would be stale. UsageError when `asked` is beyond the limit.
+    would be stale. UsageError when `asked` is beyond the limit, or too little for the trial at load.
     """
     text = _text(config)
     own = next((text[key] for key in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
@@ -94,6 +98,9 @@ def position_limit(config: Mapping[str, Any], asked: int | None) -> tuple[int, s
                     note = (f"{kind} rope: served up to its original {counted(limit, 'position')}, not {own:,}, "
                             "because past them a sequence's values would depend on its neighbours")
                 own = min(own, limit)
+    if asked is not None and asked < LEAST_POSITIONS:
+        raise UsageError(f"--max-model-len = {asked}: must be at least {LEAST_POSITIONS} tokens, which the trial of a "
+                         "model at load needs; --max-tokens limits the output of rows")
     if own is None and asked is None:
         raise UsageError("the model's config gives no longest sequence; say it with --max-model-len")
     if own is not None and asked is not None and asked > own:

@@ -297,3 +297,12 @@ def test_fields_are_checked_against_the_vocabulary():
                           ({"bad_words": ["x"]}, "tokenizer"), ({"stop": "x"}, "tokenizer")):
         with pytest.raises(RequestError, match=words):
             sampler.check(sequence(**fields).group.request, 20)
+
+
+@pytest.mark.parametrize("penalty", [1e-6, 1e6])
+def test_the_strongest_penalties_leave_a_row_that_can_be_drawn_from(penalty: float) -> None:
+    """Logits of +-1e5, more than any model gives, stay within float32."""
+    params = SamplingParams(repetition_penalty=penalty)
+    logits = np.array([-1e5, 1e5, 3.0], np.float32)
+    changed = logits * np.float32(params.repetition_penalty)
+    assert np.isfinite(changed).all() and np.isfinite(logits / np.float32(params.repetition_penalty)).all()

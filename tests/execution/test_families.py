@@ -9,7 +9,8 @@ import torch
 
 from pagedcli.core.errors import CannotRunError, UsageError
 from pagedcli.core.plan import Slice, StepPlan
-from pagedcli.execution.families import REFUSED, check_family, position_limit
+from pagedcli.execution.families import LEAST_POSITIONS, REFUSED, check_family, position_limit
+from pagedcli.execution.probe import LENGTHS as LENGTHS_OF_TRIAL
 from tests.execution.tiny_models import CONFIGS, VOCAB, eager_logits, load, run_steps, save_model, shuffled_tables
 
 LENGTHS = (21, 9, 26)
@@ -65,6 +66,13 @@ def test_opt_serves_all_its_positions(tmp_path: Path) -> None:
     logits = executor.execute(StepPlan([Slice(0, prompt, 0, list(range(16)), 64)])).logits
     wanted = eager_logits(folder, [prompt])[0]
     assert (logits - wanted).abs().max() / wanted.abs().max() < 1e-5
+
+
+def test_a_longest_sequence_too_short_for_the_trial_is_refused() -> None:
+    config = {"max_position_embeddings": 64}
+    assert max(LENGTHS_OF_TRIAL) < LEAST_POSITIONS == position_limit(config, LEAST_POSITIONS)[0]
+    with pytest.raises(UsageError, match=r"--max-model-len = 11: must be at least 12 tokens"):
+        position_limit(config, LEAST_POSITIONS - 1)
 
 
 @pytest.mark.parametrize("family", ["bloom", "mpt", "mamba", "falcon", "llama4_text", "bert", "t5"])
