@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import sys
 from collections.abc import Iterable
 from enum import Enum
@@ -20,6 +21,7 @@ _CLOSE = 0.8
 """Likeness from which a known field is offered for an unknown one: max_new_tokens for max_tokens, but no field that
 only shares words."""
 
+_NUMBER = re.compile(r"-?\d+")
 _ODD = {"\0": "NUL", "\x1a": "Ctrl-Z, with which DOS ends a file", "\ufeff": "a byte order mark, as in joined files"}
 
 
@@ -62,7 +64,9 @@ class Row:
 
     @property
     def key(self) -> str:
-        """Name of the row in random streams: its id."""
+        """Name of the row in random streams: its id, where text that reads like a number is told from the number."""
+        if isinstance(self.id, str) and (self.id.startswith('"') or _NUMBER.fullmatch(self.id)):
+            return f'"{self.id}"'
         return str(self.id)
 
     def fail(self, code: str, message: str) -> None:

@@ -266,3 +266,13 @@ def test_form_is_kept_for_the_answer() -> None:
     assert parse({"prompt": "a"}).form is Form.NATIVE
     batch = {"custom_id": "x", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}
     assert parse(batch).form is Form.COMPLETION
+
+
+def test_no_two_ids_share_a_stream() -> None:
+    """A number, the text of that number, and that text in quotes are three ids, so they draw apart."""
+    row = Row(0, 0)
+    keys = []
+    for row.id in (5, "5", '"5"', "-5", -5, "a", '"a"', "05", ""):
+        keys.append(row.key)
+    assert len(set(keys)) == len(keys)
+    assert keys[0] == "5" and keys[5] == "a"
