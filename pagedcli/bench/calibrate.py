@@ -7,120 +7,28 @@ latency agree (mean, p50, p90, p99 of each).
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from pagedcli.bench.calibrate_trace import Trace, latencies_of
 from pagedcli.bench.least_squares import fit_positive
 from pagedcli.bench.records import Floats, RunResult
 from pagedcli.bench.simulate import light_requests, simulate
 from pagedcli.core.config import CacheConfig, RunConfig, SchedulerConfig
 from pagedcli.core.errors import UsageError
+from pagedcli.core.wording import counted
 from pagedcli.execution.hardware import Coefficients, Hardware
 from pagedcli.execution.simulated import Deployment
 
-LATENCIES = ("ttft", "tpot", "e2el", "normalized_latency")
 STATISTICS: Mapping[str, Callable[[Floats], float]] = {
     "mean": lambda values: float(np.mean(values)), "p50": lambda values: float(np.percentile(values, 50)),
     "p90": lambda values: float(np.percentile(values, 90)), "p99": lambda values: float(np.percentile(values, 99)),
 }
-_NAMES: Mapping[str, tuple[str, ...]] = {
-    "prompt": ("input_toks", "input_tokens", "prompt_tokens", "prompt_len", "num_prefill_tokens", "input_len"),
-    "output": ("output_toks", "output_tokens", "output_len", "num_decode_tokens", "completion_tokens"),
-    "arrival": ("arrival_time", "arrival", "arrival_ts", "arrived_at"),
-    "queued": ("queued_ts", "queued"),
-    "first": ("first_token_ts", "first_token", "first_token_time"),
-    "last": ("last_token_ts", "finish", "finished_ts", "last_token_time"),
-}
-
-
-@dataclass(frozen=True)
-class Trace:
-    """Measured requests in order of arrival; times in seconds from the first arrival, lengths in tokens."""
-
-    name: str
-    prompt: Floats
-    output: Floats
-    arrival: Floats
-    first: Floats
-    last: Floats
-
-    def __len__(self) -> int:
-        return len(self.arrival)
-
-    def latencies(self, keep: slice = slice(None)) -> dict[str, Floats]:
-        """Each of LATENCIES for the requests in `keep`."""
-        return _latencies(self.arrival[keep], self.first[keep], self.last[keep], self.output[keep])
-
-
-def _latencies(arrival: Floats, first: Floats, last: Floats, output: Floats) -> dict[str, Floats]:
-    several = output > 1
-    return {"ttft": first - arrival, "tpot": ((last - first)[several] / (output[several] - 1)),
-            "e2el": last - arrival, "normalized_latency": (last - arrival) / output}
-
-
-def read_trace(path: Path) -> Trace:
-    """A per-request trace as vLLM's tools write it: JSON Lines (or CSV) with lengths and times.
-
-    When arrivals are on another clock than tokens (wall time and a monotonic one), `queued_ts` ties them together: the
-    request that was queued fastest is taken to have been queued at once. Raises UsageError naming the row and field.
-    """
-    rows = _rows(path)
-    columns: dict[str, list[float]] = {name: [] for name in _NAMES}
-    for number, row in enumerate(rows, 1):
-        for name, aliases in _NAMES.items():
-            found = next((row[alias] for alias in aliases if row.get(alias) not in (None, "")), None)
-            if found is None and name == "queued":
-                found = math.nan
-            try:
-                columns[name].append(float(found))  # type: ignore[arg-type]  # None is refused just below
-            except (TypeError, ValueError):
-                raise UsageError(f"{path.name}, row {number}: no number in {' or '.join(aliases)}") from None
-    if not rows:
-        raise UsageError(f"{path.name}: holds no requests")
-    data = {name: np.array(values, dtype=np.float64) for name, values in columns.items()}
-    arrival = data["arrival"]
-    if np.isfinite(data["queued"]).all():
-        arrival = arrival + float(np.min(data["queued"] - arrival))
-    order = np.argsort(arrival, kind="stable")
-    start = arrival[order[0]]
-    bad = np.flatnonzero((data["output"] < 1) | (data["prompt"] < 1) | (data["last"] < data["first"]))
-    if len(bad):
-        raise UsageError(f"{path.name}, row {bad[0] + 1}: lengths must be at least 1 and the last token not before "
-                         "the first")
-    return Trace(path.name, data["prompt"][order], data["output"][order], arrival[order] - start,
-                 data["first"][order] - start, data["last"][order] - start)
-
-
-def _rows(path: Path) -> list[Mapping[str, Any]]:
-    try:
-        text = path.read_text("utf-8-sig")
-    except UnicodeDecodeError as fault:
-        raise UsageError(f"the trace {path} is not text: byte {fault.start} is not UTF-8") from fault
-    except OSError as fault:
-        raise UsageError(f"cannot read the trace {path}: {fault.strerror or fault}") from fault
-    if path.suffix == ".csv":
-        import csv
-
-        return list(csv.DictReader(text.splitlines()))
-    rows: list[Mapping[str, Any]] = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as fault:
-                raise UsageError(f"{path.name}, line {number}: not JSON ({fault.msg})") from fault
-            if not isinstance(row, dict):
-                raise UsageError(f"{path.name}, line {number}: must be an object")
-            rows.append(row)
-    return rows
 
 
 def statistics(latencies: Mapping[str, Floats]) -> dict[str, float]:
@@ -151,8 +59,8 @@ def run_latencies(run: RunResult, keep: slice = slice(None)) -> dict[str, Floats
     failed = next((record for record in records if not record.ok), None)
     if failed is not None:
         raise UsageError(f"request {failed.index} of the trace cannot run here: {failed.error_message}")
-    return _latencies(np.array([r.arrival for r in records]), np.array([r.first_token for r in records]),
-                      np.array([r.finish for r in records]), np.array([float(r.output_len) for r in records]))
+    return latencies_of(np.array([r.arrival for r in records]), np.array([r.first_token for r in records]),
+                        np.array([r.finish for r in records]), np.array([float(r.output_len) for r in records]))
 
 
 def vllm_config(budget: int = 2048, seqs: int = 256) -> RunConfig:
@@ -172,6 +80,15 @@ FREE: Mapping[str, tuple[float, float]] = {
 
 FIXED = Coefficients(attention_efficiency=0.4, layer_seconds=0.0, token_seconds=0.0, allreduce_seconds=2e-5)
 """What a per-request trace says too little about."""
+
+LEAST_TRAIN = len(FREE)
+"""Fewest requests to fit to: one a coefficient that is looked for."""
+LEAST_REQUESTS = LEAST_TRAIN + 1
+"""Fewest requests of a trace: one more is what the held-out check is judged by."""
+
+
+TRAIN_SHARE = 4
+"""One request in so many is fitted to for the held-out check, unless told otherwise."""
 
 POOL_SCANS: tuple[tuple[float, int], ...] = ((0.3, 7), (0.08, 7), (0.02, 5))
 """Pools tried when their size is not known: how far from the present one at most, and how many."""
@@ -217,6 +134,32 @@ class Calibration:
         held = 1.0 - steps.share("free")
         weights = steps.column("seconds")
         return float(np.average(held, weights=weights)), float(held.max())
+
+
+def check_split(trace: Trace, train: int | None = None) -> int:
+    """`train`, or the usual quarter, when a trace can be fitted by its first so many requests and judged by the rest.
+
+    UsageError for too few requests, for a split that leaves too few on a side, and for a side one of whose figures is
+    no time above 0: errors are relative to it.
+    """
+    total = len(trace)
+    if total < LEAST_REQUESTS:
+        raise UsageError(f"{trace.name} holds {counted(total, 'request')}: at least {LEAST_REQUESTS} are needed, "
+                         f"{LEAST_TRAIN} to fit to and one to judge by; record a longer trace")
+    count = max(total // TRAIN_SHARE, LEAST_TRAIN) if train is None else train
+    if not LEAST_TRAIN <= count < total:
+        raise UsageError(f"--train = {count}: must be from {LEAST_TRAIN} to {total - 1}, one fewer than the {total} "
+                         f"requests of {trace.name}")
+    for keep, which in ((slice(None, count), f"the first {count}"), (slice(count, None), f"the last {total - count}")):
+        for latency, values in trace.latencies(keep).items():
+            figures = {name: how(values) for name, how in STATISTICS.items()} if len(values) else {}
+            low = next((name for name, value in figures.items() if not (math.isfinite(value) and value > 0)), None)
+            if not figures or low is not None:
+                fault = (f"{low}_{latency} is {figures[low]:g} s" if low is not None else
+                         f"none has two output tokens or more, which {latency} needs")
+                raise UsageError(f"{trace.name}: of {which} of {total} requests, {fault}; every figure must be above "
+                                 "0 to be fitted: give a longer trace, or another --train")
+    return count
 
 
 def fit_trace(trace: Trace, deployment: Deployment, config: RunConfig, *, train: int | None = None,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pagedcli.cli.bounds import at_least_one, check_writable
+from pagedcli.cli.options import MAX_BLOCK_SIZE
 from pagedcli.core.errors import UsageError
 from pagedcli.core.wording import counted
 
@@ -18,7 +21,9 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
                   context_settings={"help_option_names": ["-h", "--help"]})
 
-_TRAIN_SHARE = 4
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+"""What TOML takes for a table's name without quotes."""
 
 
 @app.command()
@@ -47,23 +52,30 @@ def calibrate(
     """
     if (trace is None) == (from_run is None):
         raise UsageError("give a TRACE, or --from-run with a results folder")
+    for option, number in (("--tensor-parallel-size", tensor_parallel_size), ("--num-kv-blocks", num_kv_blocks),
+                           ("--block-size", block_size)):
+        at_least_one(option, number)
+    if block_size > MAX_BLOCK_SIZE:
+        raise UsageError(f"--block-size = {block_size}: must be at most {MAX_BLOCK_SIZE}")
+    _check_output(output, trace)
     if from_run is not None:
         _from_run(from_run, output)
         return
     from dataclasses import replace
 
-    from pagedcli.bench.calibrate import calibrated_hardware, fit_both, read_trace, vllm_config
+    from pagedcli.bench.calibrate import calibrated_hardware, check_split, fit_both, vllm_config
+    from pagedcli.bench.calibrate_trace import read_trace
     from pagedcli.execution.hardware import find_hardware, hardware_toml
     from pagedcli.execution.shapes import resolve_shape
     from pagedcli.execution.simulated import Deployment
 
     assert trace is not None
     measured, device = read_trace(trace), find_hardware(hardware)
+    count = check_split(measured, train)
     deployment = Deployment(device, resolve_shape(model), tensor_parallel_size, block_size, num_blocks=num_kv_blocks,
                             utilization=0.9)
     deployment = replace(deployment, num_blocks=deployment.blocks)
     config = vllm_config(max_num_batched_tokens, max_num_seqs)
-    count = train if train is not None else max(len(measured) // _TRAIN_SHARE, 1)
     seek = num_kv_blocks is None
     if seek:
         typer.echo("the server's KV pool is fitted too, some minutes; --num-kv-blocks N saves that", err=True)
@@ -72,6 +84,19 @@ def calibrate(
     entry = calibrated_hardware(device, output.stem, whole, measured, whole.blocks)
     output.write_text(hardware_toml(entry, f"Written by `pagedcli calibrate`; {entry.calibrated}."), "utf-8")
     typer.echo(f"wrote {output}: use it with --simulate {output}")
+
+
+def _check_output(output: Path, trace: Path | None) -> None:
+    """UsageError, before the fit, for a file that cannot be written or not be read back."""
+    if output.suffix != ".toml" and not output.is_dir():
+        raise UsageError(f"--output {output}: must end in .toml, by which --simulate and --hardware tell a file from "
+                         "a device's name")
+    check_writable("--output", output)
+    if not _NAME.fullmatch(output.stem) or output.stem == "default":
+        raise UsageError(f"--output {output}: {output.stem!r} names the device in it: must be letters, digits, _ and "
+                         "- only, and not 'default'")
+    if trace is not None and trace.exists() and output.exists() and trace.samefile(output):
+        raise UsageError(f"--output {output} is the trace itself: choose another file", "unwritable_output")
 
 
 def _print_fit(whole: Calibration, part: Calibration, count: int, total: int, *, fitted_pool: bool) -> None:

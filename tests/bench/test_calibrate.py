@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,15 +12,15 @@ import pytest
 
 from pagedcli.bench.calibrate import (
     FIXED,
-    Trace,
+    check_split,
     fit_trace,
     mean_error,
-    read_trace,
     replay_trace,
     run_latencies,
     statistics,
     vllm_config,
 )
+from pagedcli.bench.calibrate_trace import Trace, read_trace
 from pagedcli.bench.least_squares import fit_positive
 from pagedcli.core.errors import UsageError
 from pagedcli.execution.hardware import find_hardware
@@ -89,15 +90,57 @@ def test_two_clocks_are_tied_by_the_fastest_queueing(tmp_path: Path) -> None:
     assert trace.latencies()["ttft"].tolist() == [1.0, 0.5]  # the first request waited half a second to be queued
 
 
+def _row(**fields: object) -> str:
+    usual = {"input_toks": 4, "output_toks": 2, "arrival_time": 1.0, "first_token_time": 2.0, "last_token_time": 3.0}
+    return json.dumps({**usual, **fields})
+
+
 @pytest.mark.parametrize(("text", "message"), [
-    ('{"input_toks": 4}', "row 1: no number in output_toks"), ("nonsense", "line 1: not JSON"), ("", "no requests"),
-    ('{"input_toks":0,"output_toks":1,"arrival_time":0,"first_token_ts":1,"last_token_ts":1}', "row 1: lengths"),
-])
+    ('{"input_toks": 4}', "line 1: no number in output_toks"), ("nonsense", "line 1: not JSON"), ("", "no requests"),
+    (_row() + "\n\n" + _row(input_toks=0), "t.jsonl, line 3: input_toks = 0: must be a whole number of tokens, from 1"),
+    (_row(output_toks=2.5), "line 1: output_toks = 2.5: must be a whole number"),
+    (_row(input_toks=10**12), "line 1: input_toks = 1000000000000: must be a whole number of tokens, from 1 to 10,000"),
+    (_row(first_token_time=-5), "line 1: first_token_time = -5: must not be before arrival_time = 1"),
+    (_row(last_token_time=1.5), "line 1: last_token_time = 1.5: must not be before first_token_time = 2"),
+    (_row(arrival_time=float("nan")), "line 1: arrival_time = NaN: must be a finite number"),
+    (_row(last_token_time=float("inf")), "line 1: last_token_time = Infinity: must be a finite number"),
+    (_row(queued_ts="soon"), "line 1: queued_ts = soon: must be a finite number"),
+    (_row(arrival_time=True), "line 1: arrival_time = true: must be a finite number"),
+    (_row(queued_ts=9.0), "first_token_time = 2: must not be before arrival_time = 1 (9 on the clock of queued_ts)")])
 def test_faulty_traces_are_explained(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(text, "utf-8")
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=re.escape(message)):
         read_trace(path)
+
+
+def test_a_faulty_line_of_a_csv_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("input_toks,output_toks,arrival,first_token,finish\n4,2,0,1,2\n4,2,nan,1,2\n", "utf-8")
+    with pytest.raises(UsageError, match=r"t\.csv, line 3: arrival = nan: must be a finite number"):
+        read_trace(path)
+
+
+def _plain(count: int, output: float = 2.0, first: float = 0.5) -> Trace:
+    arrival = np.arange(count, dtype=float)
+    return Trace("t1", np.full(count, 4.0), np.full(count, output), arrival, arrival + first, arrival + 1.0)
+
+
+def test_what_a_trace_is_split_into() -> None:
+    assert [check_split(_plain(count)) for count in (6, 24, 40)] == [5, 6, 10]
+    assert [check_split(_plain(40), train) for train in (5, 39)] == [5, 39]
+
+
+@pytest.mark.parametrize(("trace", "train", "message"), [
+    (_plain(1), None, "t1 holds 1 request: at least 6 are needed, 5 to fit to and one to judge by"),
+    (_plain(5), None, "t1 holds 5 requests: at least 6"),
+    (_plain(40), 0, "--train = 0: must be from 5 to 39, one fewer than the 40 requests of t1"),
+    (_plain(40), 4000, "--train = 4000: must be from 5 to 39"), (_plain(40), 40, "--train = 40: must be from 5 to 39"),
+    (_plain(40, output=1.0), None, "of the first 10 of 40 requests, none has two output tokens or more"),
+    (_plain(40, first=0.0), None, "of the first 10 of 40 requests, mean_ttft is 0 s")])
+def test_what_cannot_be_fitted_and_judged_is_refused(trace: Trace, train: int | None, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        check_split(trace, train)
 
 
 @pytest.mark.slow
