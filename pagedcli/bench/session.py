@@ -13,8 +13,10 @@ from pagedcli.bench.records import RunResult
 from pagedcli.bench.serve import Observer, Served, StopRule, replay, stop_above, stop_after, warm_up
 from pagedcli.bench.signature import Signature
 from pagedcli.bench.storage import Results, RunData, run_data
+from pagedcli.core.clock import LATEST
 from pagedcli.core.errors import UsageError
 from pagedcli.core.request import Request, SamplingParams
+from pagedcli.core.wording import counted
 from pagedcli.workloads.arrivals import Arrivals, TraceTimes, make_arrivals
 from pagedcli.workloads.spec import TraceRequest, Workload
 from pagedcli.workloads.tokens import Encode, token_ids
@@ -140,6 +142,10 @@ class Session:
                 raise UsageError(f"--duration {experiment.duration:g} at {arrivals.rate:g} req/s brings "
                                  f"{len(deadlines)} requests and there are {len(requests)}: raise --num-requests")
             requests = requests[: len(deadlines)]
+        if rate is not None and len(deadlines) and not deadlines[-1] <= LATEST:
+            raise UsageError(f"--rate = {rate:g}, --burstiness = {experiment.burstiness:g}: the last of "
+                             f"{counted(len(deadlines), 'request')} would arrive after {deadlines[-1]:.3g} s, and a "
+                             f"clock tells times apart until {LATEST:g} s; raise --rate")
         limit = stop_latency if stop_latency is not None else experiment.stop_latency
         runner = self.runner_of(policy)
         result = runner(requests, deadlines.tolist(), policy=policy, rate=arrivals.rate, observer=observer,

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagedcli.cli.options import Option, requests_within, run_config, sampling_fields
+from pagedcli.cli.options import Option, requests_within, run_config, sampling_fields, short
+from pagedcli.core.clock import LATEST
 from pagedcli.core.config import POLICIES, RunConfig
 from pagedcli.core.errors import CannotRunError, UsageError
 from pagedcli.core.request import SamplingParams
@@ -39,20 +40,23 @@ BENCH_OPTIONS: tuple[Option, ...] = (
     Option("baseline", str, "Memory system to compare with (repeatable).", LOAD, many=True),
     Option("rate", str, "Requests/s, several with commas; inf: all at once; trace: the trace's own times.", LOAD,
            f"{DEFAULT_RATE:g}"),
-    Option("duration", float, "Only requests that arrive within so many seconds.", LOAD),
-    Option("burstiness", float, "1: Poisson arrivals; below: burstier; above: more even.", LOAD, 1),
-    Option("repeat", int, "Runs of each policy and rate, in turns.", LOAD, 1),
+    Option("duration", float, "Only requests that arrive within so many seconds.", LOAD,
+           above=0, most=LATEST),
+    Option("burstiness", float, "1: Poisson arrivals; below: burstier; above: more even.", LOAD, 1, least=1e-3,
+           most=1e6),
+    Option("repeat", int, "Runs of each policy and rate, in turns.", LOAD, 1, least=1),
     Option("find_capacity", bool, "Find the highest rate under each --latency-limit, starting from --rate.", LOAD),
     Option("latency_limit", str, "Normalized latency limits of the capacity, s/token.", LOAD, "0.5,1"),
-    Option("stop_latency", float, "End a run that is certain to exceed this normalized latency (s/token).", LOAD),
+    Option("stop_latency", float, "End a run that is certain to exceed this normalized latency (s/token).", LOAD,
+           above=0),
     Option("time_limit", float, "End each run so many seconds after requests begin to arrive (loading and warm-up do "
-           "not count) and say what was left; its latency is not compared.", LOAD),
+           "not count) and say what was left; its latency is not compared.", LOAD, above=0),
     Option("simulate", str, "Simulate this hardware instead of running the model (a name or a .toml file).", LOAD,
            metavar="HARDWARE"),
-    Option("static_batch", int, "Batch of fastertransformer. Default: what fits.", LOAD),
+    Option("static_batch", int, "Batch of fastertransformer. Default: what fits.", LOAD, least=1),
     Option("goodput", str, "Limit in milliseconds a good request meets: ttft:MS, tpot:MS, e2el:MS (repeatable).", LOAD,
            many=True, metavar="NAME:MS"),
-    Option("drop_before", float, "Leave requests that arrive earlier out of the figures (s).", LOAD),
+    Option("drop_before", float, "Leave requests that arrive earlier out of the figures (s).", LOAD, least=0),
     Option("steps_between", str, "Average memory figures over iterations in this time only, as FROM:TO (s).", LOAD),
     Option("name", str, "Name of the results. Default: workload, policies and time.", OUT),
     Option("results", str, "Folder for results.", OUT, "results", metavar="DIR"),
@@ -84,8 +88,8 @@ class Setup:
             return requests_within(int(given))
         finite = [rate for rate in self.experiment.rates if rate is not None and not math.isinf(rate)]
         if self.experiment.duration is not None and finite:  # all at once is within any duration
-            needed = int(max(finite) * self.experiment.duration * 1.3) + DEFAULT_REQUESTS
-            return requests_within(needed, "requests of --rate x --duration")
+            needed = min(max(finite) * self.experiment.duration * 1.3, 1e15)  # beyond what is allowed, and an int
+            return requests_within(int(needed) + DEFAULT_REQUESTS, "requests of --rate x --duration")
         return None if own_times else DEFAULT_REQUESTS
 
 
@@ -109,19 +113,22 @@ def read_setup(settings: Mapping[str, Any]) -> Setup:
         policy=policies[0], baselines=tuple(policies[1:]), rates=rates, repeats=settings.get("repeat", 1),
         burstiness=settings.get("burstiness", 1.0), duration=settings.get("duration"), seed=settings.get("seed", 0),
         goodput=Goodput.parse(settings.get("goodput", [])), stop_latency=settings.get("stop_latency"),
-        time_limit=_time_limit(settings),
+        time_limit=settings.get("time_limit"),
         window=Window(settings.get("drop_before", 0.0), *_between(settings.get("steps_between"))),
         limits=_numbers("--latency-limit", settings.get("latency_limit", "0.5,1")),
         search=Search(start=numbers[0]) if numbers else Search())
     config = _pressed(run_config(settings), settings)
-    return Setup(config, experiment, _params(settings), settings)
+    setup = Setup(config, experiment, _params(settings), settings)
+    for rate in numbers:
+        _check_slowest(rate, 1 if experiment.duration is not None else setup.count or 1)
+    return setup
 
 
-def _time_limit(settings: Mapping[str, Any]) -> float | None:
-    limit: float | None = settings.get("time_limit")
-    if limit is not None and not limit > 0:
-        raise UsageError(f"--time-limit = {limit:g}: must be above 0 seconds")
-    return limit
+def _check_slowest(rate: float, count: int) -> None:
+    """UsageError for a rate at which `count` requests would arrive until later than a clock can tell apart."""
+    if count / LATEST > rate:
+        raise UsageError(f"--rate = {rate:g}: {counted(count, 'request')} would arrive until later than {LATEST:g} s; "
+                         f"must be at least {count / LATEST:g}/s")
 
 
 def read_rates(text: str) -> tuple[float | None, ...]:
@@ -139,7 +146,7 @@ def _numbers(option: str, text: str, infinite: bool = False) -> tuple[float, ...
         except ValueError:
             value = math.nan
         if not value > 0 or (math.isinf(value) and not infinite):
-            raise UsageError(f"{option} {text!r}: {part.strip()!r} must be a number above 0"
+            raise UsageError(f"{option} {short(text)!r}: {short(part.strip())!r} must be a number above 0"
                              + (" or inf (or the whole option: trace)" if infinite else ""))
         found.append(value)
     return tuple(dict.fromkeys(found))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -24,12 +25,15 @@ from pagedcli.core.errors import UsageError
 from pagedcli.core.request import SamplingParams
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+_SHOWN = 40
+"""Characters of a refused value that a message shows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
     """One option. `kind`: the type of its value (bool: a flag). `default` is only for the help; unset options are None
-    (flags False), so that what a user set can be told from what is usual."""
+    (flags False), so that what a user set can be told from what is usual. Numbers must be above `above`, at least
+    `least` and at most `most`."""
 
     name: str
     kind: Any
@@ -40,6 +44,9 @@ class Option:
     pair: bool = False  # a flag with a --no- twin, None when neither is given
     metavar: str | None = None
     short: str | None = None
+    above: float | None = None
+    least: float | None = None
+    most: float = math.inf
 
     @property
     def flag(self) -> str:
@@ -62,6 +69,28 @@ class Option:
                                  annotation=Annotated[kind, info])
 
 
+    def check(self, value: Any) -> None:
+        """UsageError for a number that is not finite or beyond the option's bounds, where it has any."""
+        if value is None or isinstance(value, bool) or self.kind not in (int, float):
+            return
+        rules = ["a finite number"] if self.kind is float else []
+        rules += [f"above {self.above:g}"] if self.above is not None else []
+        rules += [f"at least {self.least:g}"] if self.least is not None else []
+        rules += [f"at most {self.most:g}"] if self.most < math.inf else []
+        good = ((self.kind is int or math.isfinite(value)) and (self.above is None or value > self.above)
+                and (self.least is None or value >= self.least) and value <= self.most)
+        if not good:
+            raise UsageError(f"{self.flag} = {short(value)}: must be {', '.join(rules)}")
+
+
+def short(value: float | str) -> str:
+    """A refused value as messages show it: whole when it is no longer than a line can bear."""
+    text = f"{value:,}" if isinstance(value, int) else str(value)
+    if len(text) <= _SHOWN:
+        return text
+    return f"{text[:_SHOWN]}... ({len(text)} characters)"
+
+
 MODEL, MEMORY, BATCH, SAMPLE = "Model", "KV cache", "Batching", "Sampling (a row's own fields win)"
 _M, _C, _S, _P = ModelConfig(), CacheConfig(), SchedulerConfig(), SamplingParams()
 _DEVICE = Literal["auto", "cpu", "cuda"]
@@ -81,7 +110,8 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
     Option("max_model_len", int, "Most tokens of prompt plus output. Default: what the model allows.", MODEL),
     Option("threads", int, "CPU threads. Default: all cores.", MODEL),
     Option("tensor_parallel_size", int, "Devices that share each layer.", MODEL, _M.tensor_parallel_size),
-    Option("seed", int, "Seed of all draws, hashed with a row's id (else its number); rows may set it.", MODEL, 0),
+    Option("seed", int, "Seed of all draws, hashed with a row's id (else its number); rows may set it.", MODEL, 0,
+           least=0),
     Option("trust_remote_code", bool, "Run code and unpickle weights that come with the model.", MODEL),
     Option("no_same_bits", bool, "Allow faster arithmetic whose bits depend on the batch.", MODEL),
     Option("block_size", int, "Tokens a KV block.", MEMORY, _C.block_size),
@@ -152,6 +182,8 @@ def with_options(*options: Option, config_file: bool = False) -> Callable[[Calla
             for option in options:
                 if option.many:
                     given[option.name] = _many(option, context, given[option.name], variables)
+                else:
+                    option.check(given[option.name])
             # Told apart by identity: 0 is a setting like any other, and equal to False.
             settings = {name: value for name, value in given.items() if value is not None and value != []
                         and (value is not False or known[name].pair)}
@@ -233,7 +265,7 @@ def run_config(settings: Mapping[str, Any], policy: str = "paged") -> RunConfig:
 def requests_within(number: int, what: str = "--num-requests") -> int:
     """`number`, when that many requests can be held. UsageError names `what`, the value and the limit."""
     if number > MAX_REQUESTS:
-        raise UsageError(f"{what} = {number:,}: must be at most {MAX_REQUESTS:,}, since all are held in memory")
+        raise UsageError(f"{what} = {short(number)}: must be at most {MAX_REQUESTS:,}, since all are held in memory")
     return number
 
 

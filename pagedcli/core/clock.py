@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+LATEST = 1e9
+"""Latest time that is asked of a clock, s: almost 32 years. A float64 tells 0.1 us apart there, and less beyond."""
+
 
 class Clock(Protocol):
     """Seconds since an arbitrary origin. `advance` is how an executor reports the time a step took."""

@@ -125,6 +125,11 @@ def test_trace_times_are_replayed_as_they_are():
     assert list(run.requests["arrival"]) == [0.0, 1.5, 3.0, 4.5, 6.0]
 
 
+def test_arrivals_later_than_a_clock_can_tell_are_refused():
+    with pytest.raises(UsageError, match=r"--rate = 1e-08.*the last of 60 requests"):
+        session(Experiment(rates=(1e-8,))).run("paged", 1e-8)
+
+
 def test_bad_experiments_are_named():
     with pytest.raises(UsageError, match="once"):
         Experiment(baselines=("paged",))

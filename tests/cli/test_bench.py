@@ -151,6 +151,32 @@ def test_results_that_cannot_be_written_are_refused_before_serving(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("words", "said"), [
+    (("--duration", "nan"), "--duration = nan: must be a finite number, above 0, at most 1e+09"),
+    (("--duration", "inf"), "--duration = inf: must be a finite number"),
+    (("--drop-before", "nan"), "--drop-before = nan: must be a finite number, at least 0"),
+    (("--stop-latency", "nan"), "--stop-latency = nan: must be a finite number, above 0"),
+    (("--time-limit", "inf"), "--time-limit = inf: must be a finite number"),
+    (("--burstiness", "1e-310"), "--burstiness = 1e-310: must be a finite number, at least 0.001, at most 1e+06"),
+    (("--temperature", "nan"), "--temperature = nan: must be a finite number"),
+    (("--static-batch", "0"), "--static-batch = 0: must be at least 1"),
+    (("--seed", "-1"), "--seed = -1: must be at least 0"),
+    (("--rate", "nan"), "'nan' must be a number above 0"),
+    (("--rate", "4,1e-300"), "--rate = 1e-300: 40 requests would arrive until later than 1e+09 s; must be at least "
+                             "4e-08/s"),
+    (("--num-requests", "9" * 300), "--num-requests = 999,999,999,"),
+    (("--rate", "z" * 300), "... (300 characters)")])
+def test_numbers_that_no_run_can_heed_are_refused_in_short(words: tuple[str, ...], said: str, tmp_path: Path):
+    done = invoke("bench", *SIMULATED, "--results", str(tmp_path), *words)
+    assert done.exit_code == 2 and said in done.stderr, done.output
+    assert len(done.stderr) < 300 and not list(tmp_path.iterdir())
+
+
+def test_a_rate_times_a_duration_beyond_every_number_is_refused_in_short(tmp_path: Path):
+    done = invoke("bench", *SIMULATED[:-3], "--rate", "1e305", "--duration", "1e8", "--results", str(tmp_path))
+    assert done.exit_code == 2 and "requests of --rate x --duration" in done.stderr and len(done.stderr) < 200
+
+
 def test_rates_are_read():
     assert read_rates("0.5,1,inf") == (0.5, 1.0, float("inf"))
     assert read_rates("trace") == (None,)

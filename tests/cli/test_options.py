@@ -170,3 +170,9 @@ def test_variables_of_other_commands_and_of_caches_are_known(console: Console) -
                                                                  "FUZZ_JOBS")}}
     result, _ = console.generate(lines({"prompt": "a"}))
     assert result.exit_code == 0, result.output
+
+
+def test_a_negative_seed_is_refused_by_generate_as_by_bench_and_plan(console: Console) -> None:
+    for words in (("generate", console.write("in.jsonl", b'{"prompt": "a"}\n')), ("bench",), ("plan",)):
+        result = console(*words, "--seed", "-1")
+        assert result.exit_code == 2 and "--seed = -1: must be at least 0" in result.stderr
