@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from pagedcli.bench.simulate import light_requests, simulate
 from pagedcli.core.config import CacheConfig, RunConfig, SchedulerConfig
 from pagedcli.core.errors import CannotRunError, UsageError
 from pagedcli.core.request import Request
+from pagedcli.core.wording import counted, form
 from pagedcli.execution.hardware import Hardware, find_hardware, known_hardware
 from pagedcli.execution.shapes import ModelShape
 from pagedcli.execution.simulated import Deployment
@@ -29,6 +31,8 @@ _SLO = re.compile(r"\s*(?:(mean|median|p\d{1,2}(?:\.\d+)?)_)?(normalized_latency
 DEGREES = (1, 2, 4, 8)
 LEAST_LENGTHS = 100
 """Fewest lengths to plan by: the mean of so many of ShareGPT's outputs has a standard error of 8 % of it."""
+MAX_PRICE = 1_000_000
+"""Dollars an hour at most: far more than any device costs, and a slip of the keyboard beyond."""
 _TOLERANCE = 0.08
 _LEAST_LATENCY = 1e-9
 _LIGHT = 0.004  # share of the saturated throughput that is taken for "alone"
@@ -111,8 +115,10 @@ class Question:
 
     def __post_init__(self) -> None:
         if len(self.lengths) < LEAST_LENGTHS:
-            raise UsageError(f"{len(self.lengths)} requests say too little of a workload's lengths to plan for it: at "
-                             f"least {LEAST_LENGTHS} are needed (--num-requests, or a longer trace)")
+            count = len(self.lengths)
+            raise UsageError(f"{counted(count, 'request')} {form(count, 'says', 'say')} too little of a workload's "
+                             f"lengths to plan for it: at least {LEAST_LENGTHS} are needed (--num-requests, or a "
+                             "longer trace)")
 
     def requests(self, rate: float, count: int) -> list[Request]:
         """`count` requests at a rate, requests/s; inf: all at once."""
@@ -184,32 +190,47 @@ def _throughput(run: RunResult) -> float | None:
     return float((high - low) / max(finishes[high] - finishes[low], 1e-9))
 
 
-def read_prices(path: Path | None) -> dict[str, float]:
-    """Dollars an hour by device. UsageError for a file that is not a table of numbers."""
+def read_prices(path: Path | None, machines: Iterable[Hardware] = ()) -> dict[str, float]:
+    """Dollars an hour by device. UsageError for a file that is not a table of finite numbers of at least 0, or that
+    names a device which is neither known nor one of `machines`."""
     text = ((files("pagedcli.bench") / "prices.toml").read_text("utf-8") if path is None else _text(path))
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as fault:
         raise UsageError(f"--prices {path}: not a TOML file ({fault})") from fault
+    known = dict.fromkeys([*known_hardware(), *(machine.name for machine in machines)])
     for name, value in data.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-            raise UsageError(f"prices: {name} = {value!r}: must be dollars an hour, at least 0")
+        if name not in known:
+            raise UsageError(f"--prices {path}: {name!r} is no device: must be one of {', '.join(known)}, or the name "
+                             "in a file given as --hardware")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MAX_PRICE:
+            raise UsageError(f"--prices {path}: {name} = {value}: must be dollars an hour, from 0 to {MAX_PRICE:,}")
     return {name: float(value) for name, value in data.items()}
 
 
 def _text(path: Path) -> str:
     try:
         return path.read_text("utf-8")
+    except UnicodeDecodeError as fault:
+        raise UsageError(f"--prices {path}: not text, byte {fault.start} is not UTF-8") from fault
     except OSError as fault:
         raise UsageError(f"--prices {path}: cannot be read ({fault.strerror})") from fault
 
 
-def options(question: Question, devices: Sequence[str], degrees: Sequence[int],
-            policies: Sequence[str]) -> list[Option]:
-    """Every combination; `devices` empty means all known ones."""
-    machines = [find_hardware(name) for name in devices] or list(known_hardware().values())
-    return [Option(question, machine, degree, policy) for machine in machines for degree in degrees
-            for policy in policies]
+def find_machines(devices: Iterable[str]) -> list[Hardware]:
+    """The devices of these names or files, each once; all known ones when there are none."""
+    found: list[Hardware] = []
+    for machine in [find_hardware(name) for name in devices] or known_hardware().values():
+        if machine not in found:
+            found.append(machine)
+    return found
+
+
+def options(question: Question, machines: Iterable[Hardware], degrees: Iterable[int],
+            policies: Iterable[str]) -> list[Option]:
+    """Every combination, each once."""
+    every = product(machines, dict.fromkeys(degrees), dict.fromkeys(policies))
+    return [Option(question, machine, degree, policy) for machine, degree, policy in every]
 
 
 def solve(option: Option) -> Plan:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pagedcli.cli.bounds import at_least_one
 from pagedcli.cli.options import requests_within
 from pagedcli.core.errors import UsageError
 
@@ -46,11 +47,16 @@ def plan(
     calibrate your own machine for better.
     """
     from pagedcli.bench.experiments import Setting, default_workers
-    from pagedcli.bench.planner import DEGREES, Question, Slo, draw, make_plan, options, read_prices
+    from pagedcli.bench.planner import DEGREES, Question, Slo, draw, find_machines, make_plan, options, read_prices
     from pagedcli.core.config import POLICIES
     from pagedcli.execution.shapes import resolve_shape
     from pagedcli.workloads import WorkloadOptions, load_workload
 
+    at_least_one("--workers", workers)
+    for degree in tensor_parallel_size or []:
+        at_least_one("--tensor-parallel-size", degree)
+    machines = find_machines(hardware or [])
+    costs = read_prices(prices, machines)
     policies = policy or ["paged", "orca-max"]
     unknown = [name for name in policies if name not in POLICIES or name == "hf"]
     if unknown:
@@ -59,10 +65,10 @@ def plan(
     rows = load_workload(None if trace else workload, trace=trace, num_requests=requests_within(num_requests),
                          seed=seed, options=WorkloadOptions(text=False, synthetic=True, max_total=shape.max_positions))
     question = Question(shape, tuple((row.prompt_len, row.output_len) for row in rows.requests),
-                        tuple(Slo.parse(text) for text in slo or ["normalized_latency<0.2"]), read_prices(prices),
+                        tuple(Slo.parse(text) for text in slo or ["normalized_latency<0.2"]), costs,
                         seed=seed)
     setting = Setting(workers=workers or default_workers())
-    found = make_plan(options(question, hardware or [], tensor_parallel_size or DEGREES, policies), setting.map)
+    found = make_plan(options(question, machines, tensor_parallel_size or DEGREES, policies), setting.map)
     title = f"{shape.name}, {rows.label}, {' and '.join(item.text for item in question.slos)}"
     _print(found, title)
     if plot is not None:
