@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagedcli.cli.bounds import at_least_one
+from pagedcli.cli.bounds import at_least_one, check_writable
 from pagedcli.cli.options import requests_within
+from pagedcli.cli.results_folder import check_folder
 from pagedcli.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ def plan(
     from pagedcli.workloads import WorkloadOptions, load_workload
 
     at_least_one("--workers", workers)
+    if plot is not None:
+        _check_plot(plot)
     for degree in tensor_parallel_size or []:
         at_least_one("--tensor-parallel-size", degree)
     machines = find_machines(hardware or [])
@@ -73,6 +76,18 @@ def plan(
     _print(found, title)
     if plot is not None:
         typer.echo(f"wrote {draw(found, plot, title + ' (simulated)')}")
+
+
+def _check_plot(plot: Path) -> None:
+    """UsageError, before the search, for a file that could not be drawn into. Its folder need not exist yet."""
+    if plot.is_dir():
+        raise UsageError(f"--plot {plot} is a folder: name a .png file in it")
+    if plot.suffix != ".png":
+        raise UsageError(f"--plot {plot}: must end in .png, the one format that is drawn")
+    if plot.parent.is_dir():
+        check_writable("--plot", plot)
+    else:
+        check_folder(plot.parent, "--plot")
 
 
 def _print(plans: Sequence[Plan], title: str) -> None:

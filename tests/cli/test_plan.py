@@ -15,6 +15,9 @@ from pagedcli.cli.app import app
     (("--tensor-parallel-size", "2", "--tensor-parallel-size", "0"), "--tensor-parallel-size = 0: must be at least 1"),
     (("--prices", "nan.toml"), "--prices nan.toml: l4 = nan: must be dollars an hour"),
     (("--prices", "new.toml"), "--prices new.toml: 'h300' is no device"),
+    (("--plot", "."), "--plot . is a folder"), (("--plot", "x.xyz"), "--plot x.xyz: must end in .png"),
+    (("--plot", "/proc/x/y.png"), "--plot /proc/x: cannot be written to"),
+    (("--plot", "/proc/y.png"), "--plot /proc/y.png: cannot be written"),
     (("--num-requests", "1"), "1 request says too little of a workload's lengths")])
 def test_what_cannot_be_planned_is_refused_at_once(
         words: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
