@@ -125,7 +125,12 @@ class Session:
     def arrivals(self, rate: float | None) -> Arrivals:
         """How requests arrive at this rate."""
         if rate is None:
-            return TraceTimes(tuple(row.arrival or 0.0 for row in self.workload.requests))
+            times = tuple(row.arrival for row in self.workload.requests if row.arrival is not None)
+            if len(times) < len(self.workload.requests):
+                raise UsageError(f"--rate trace: {self.workload.label} has no arrival times of its own; give requests "
+                                 "per second (inf: all at once), or a --trace or --workload that has times, such as "
+                                 "azure")
+            return TraceTimes(times)
         return make_arrivals(rate, self.experiment.burstiness)
 
     def run(self, policy: str, rate: float | None, repeat: int = 0, observer: Observer | None = None,

@@ -21,7 +21,7 @@ from pagedcli.core.wording import counted
 
 if TYPE_CHECKING:
     from pagedcli.bench.session import Session
-    from pagedcli.bench.storage import Results
+    from pagedcli.bench.storage import Results, RunData
     from pagedcli.workloads.spec import Workload
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
@@ -77,9 +77,22 @@ def _bench(environment: Environment, setup: Setup, settings: dict[str, Any]) -> 
     # A run that was cut short is told, not failed, but one that measured nothing is.
     empty = [run for run in results.runs if not run.figures["completed"]]
     for run in empty:
-        environment.say(f"{run.policy} measured nothing: no request was done; raise --time-limit, or lower --rate")
+        environment.say(f"{run.policy} measured nothing: no request was done; {_why_none(run)}")
     failed = bool(empty) or any(run.figures["failed"] and not run.figures["stopped"] for run in results.runs)
     raise typer.Exit(ExitStatus.INTERRUPTED if interrupted else ExitStatus.ROW_ERRORS if failed else ExitStatus.OK)
+
+
+def _why_none(run: RunData) -> str:
+    """What kept every request of a run from being done: its own fault, where it was not the end of the run."""
+    faults = [(error, message) for error, message in zip(run.requests["error"], run.requests["error_message"],
+                                                         strict=True) if error not in (None, "stopped")]
+    if faults:
+        return f"the first failed: {faults[0][1]}"
+    if not len(run.requests["error"]):
+        return "none arrived; raise --duration, --num-requests or --rate"
+    if any(run.requests["ok"]):
+        return "all that were done arrived before --drop-before; lower it"
+    return "raise --time-limit, or lower --rate"
 
 
 def _session(setup: Setup, backend: Backend, workload: Workload) -> Session:

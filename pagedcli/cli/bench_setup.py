@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pagedcli.cli.options import Option, requests_within, run_config, sampling_fields, short
 from pagedcli.core.clock import LATEST
 from pagedcli.core.config import POLICIES, RunConfig
-from pagedcli.core.errors import CannotRunError, UsageError
+from pagedcli.core.errors import CannotRunError, RequestError, UsageError
 from pagedcli.core.request import SamplingParams
 from pagedcli.core.wording import counted
 
@@ -173,12 +173,17 @@ def _params(settings: Mapping[str, Any]) -> SamplingParams:
         fields["use_beam_search"] = True
     several = max(fields.get("n", 1), fields.get("best_of", 1)) > 1 and not fields.get("use_beam_search")
     fields.setdefault("temperature", 1.0 if several else 0.0)
-    return SamplingParams(**fields)
+    try:
+        return SamplingParams(**fields)
+    except RequestError as fault:  # here they are options of the whole command, not of a row
+        raise UsageError(fault.message, fault.code) from fault
 
 
 def _pressed(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     """Without a pool size, a small one: memory must be what runs out, as it does on a full server."""
     model, cache = config.model, config.cache
+    scheduler = replace(config.scheduler, static_batch=settings.get("static_batch", config.scheduler.static_batch))
+    config = replace(config, scheduler=scheduler)
     if settings.get("simulate") is not None:
         return config
     if model.max_model_len is None:
@@ -186,8 +191,7 @@ def _pressed(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     if cache.num_blocks is None and cache.memory is None:
         longest = model.max_model_len or DEFAULT_MODEL_LEN
         cache = replace(cache, num_blocks=POOL_OF_LONGEST * math.ceil(longest / cache.block_size))
-    scheduler = replace(config.scheduler, static_batch=settings.get("static_batch", config.scheduler.static_batch))
-    return replace(config, model=model, cache=cache, scheduler=scheduler)
+    return replace(config, model=model, cache=cache)
 
 
 @dataclass(frozen=True)

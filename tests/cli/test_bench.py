@@ -46,6 +46,36 @@ def test_a_run_in_which_no_request_was_done_is_no_success(tmp_path: Path):
     assert done.exit_code == 1 and "measured nothing" in done.output, done.output
 
 
+@pytest.mark.parametrize(("words", "said"), [
+    (("--num-kv-blocks", "1", "--num-requests", "5"), "and the pool has 1; raise --kv-cache-memory or --num-kv-blocks"),
+    (("--n", "300"), "the first failed: the request needs 300 sequences at once, above the 256"),
+    (("--time-limit", "0.001"), "raise --time-limit, or lower --rate"),
+    (("--rate", "1e-7", "--duration", "10"), "none arrived; raise --duration"),
+    (("--drop-before", "1e6"), "arrived before --drop-before")])
+def test_why_a_run_measured_nothing(words: tuple[str, ...], said: str, tmp_path: Path):
+    done = invoke("bench", *SIMULATED, "--rate", "1", "--results", str(tmp_path), *words)
+    assert done.exit_code == 1, done.output
+    assert said in done.stderr.partition("paged measured nothing: no request was done; ")[2]
+    assert ("--time-limit" in done.stderr) == ("--time-limit" in words)
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (("--rate", "trace"), "--rate trace: sharegpt (synthetic) has no arrival times of its own; give requests"),
+    (("--temperature", "5"), "temperature = 5.0: must be between 0 and 2")])
+def test_what_only_the_workload_or_the_sampling_refuses_is_a_usage_error(
+        words: tuple[str, ...], said: str, tmp_path: Path):
+    done = invoke("bench", *SIMULATED, "--results", str(tmp_path), *words)
+    assert done.exit_code == 2 and said in done.stderr, done.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_simulated_static_batch_is_the_one_asked_for(tmp_path: Path):
+    done = invoke("bench", *SIMULATED, "--policy", "fastertransformer", "--static-batch", "2", "--rate", "inf",
+                  "--results", str(tmp_path), "--name", "two")
+    assert done.exit_code == 0, done.output
+    assert pd.read_parquet(tmp_path / "two" / "steps.parquet")["sequences"].max() == 2
+
+
 def test_every_system_in_one_session(tmp_path: Path):
     baselines = ("orca-oracle", "orca-pow2", "orca-max", "fastertransformer", "tgi")
     words = [word for name in baselines for word in ("--baseline", name)]
