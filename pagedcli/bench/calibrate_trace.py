@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from pagedcli.bench.records import Floats
+from pagedcli.core.clock import LATEST
 from pagedcli.core.errors import UsageError
 
 LATENCIES = ("ttft", "tpot", "e2el", "normalized_latency")
@@ -62,7 +63,7 @@ def read_trace(path: Path) -> Trace:
     When arrivals are on another clock than tokens (wall time and a monotonic one), `queued_ts` ties them together: the
     request that was queued fastest is taken to have been queued at once. Raises UsageError naming file, line, field and
     value of what is no request: a number that is not finite, a length that is no whole number of at least 1, a first
-    token before the arrival or after the last one.
+    token before the arrival or after the last one, a time past what a clock can tell.
     """
     rows = _rows(path)
     if not rows:
@@ -80,6 +81,10 @@ def read_trace(path: Path) -> Trace:
                              f"{early[0]} = {early[1]:.15g}{clock}")
     order = np.argsort(arrival, kind="stable")
     start = arrival[order[0]]
+    for place in np.flatnonzero(data["last"] - start > LATEST)[:1].tolist():
+        alias, value = fields[place]["last"]
+        raise UsageError(f"{path.name}, line {rows[place][0]}: {alias} = {value:.15g}: is {value - start:.3g} s after "
+                         f"the first arrival, and at most {LATEST:g} can be simulated; times must be in seconds")
     return Trace(path.name, data["prompt"][order], data["output"][order], arrival[order] - start,
                  data["first"][order] - start, data["last"][order] - start)
 

@@ -28,6 +28,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 @app.command()
 def calibrate(
+    context: typer.Context,
     trace: Annotated[Path | None, typer.Argument(help="Per-request trace: JSON Lines or CSV with lengths, arrival, "
                                                  "first and last token times (vLLM's field names).")] = None,
     from_run: Annotated[Path | None, typer.Option(help="Fit to the steps of this `pagedcli bench` results folder "
@@ -52,6 +53,13 @@ def calibrate(
     """
     if (trace is None) == (from_run is None):
         raise UsageError("give a TRACE, or --from-run with a results folder")
+    if from_run is not None:
+        sources = {name: context.get_parameter_source(name) for name in context.params}
+        idle = [name for name, source in sources.items() if name not in ("trace", "from_run", "output")
+                and source is not None and source.name == "COMMANDLINE"]
+        if idle:
+            raise UsageError(f"--{idle[0].replace('_', '-')} describes a trace's server: --from-run knows what its run "
+                             "was made with; leave it out")
     for option, number in (("--tensor-parallel-size", tensor_parallel_size), ("--num-kv-blocks", num_kv_blocks),
                            ("--block-size", block_size)):
         at_least_one(option, number)

@@ -106,6 +106,8 @@ def _row(**fields: object) -> str:
     (_row(last_token_time=float("inf")), "line 1: last_token_time = Infinity: must be a finite number"),
     (_row(queued_ts="soon"), "line 1: queued_ts = soon: must be a finite number"),
     (_row(arrival_time=True), "line 1: arrival_time = true: must be a finite number"),
+    (_row(last_token_time=5e9), "line 1: last_token_time = 5000000000: is 5e+09 s after the first arrival, and at most "
+                                "1e+09 can be simulated; times must be in seconds"),
     (_row(queued_ts=9.0), "first_token_time = 2: must not be before arrival_time = 1 (9 on the clock of queued_ts)")])
 def test_faulty_traces_are_explained(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "t.jsonl"

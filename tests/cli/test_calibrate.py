@@ -48,3 +48,17 @@ def test_the_trace_itself_is_not_written_over(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["calibrate", str(trace), "-o", str(trace)])
     assert done.exit_code == 2 and "is the trace itself" in done.stderr, done.output
     assert trace.read_bytes() == before
+
+
+@pytest.mark.parametrize(("option", "value"), [("--train", "5"), ("--num-kv-blocks", "900"), ("--model", "opt-13b"),
+                                               ("--hardware", "rtx4090")])
+def test_what_a_results_folder_says_itself_is_not_passed_over(option: str, value: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["calibrate", "--from-run", str(tmp_path), "-o", str(tmp_path / "x.toml"), option,
+                                    value])
+    assert done.exit_code == 2 and f"{option} describes a trace's server" in done.stderr, done.output
+
+
+def test_a_folder_without_results_is_what_is_refused_without_such_options(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["calibrate", "--from-run", str(tmp_path), "-o", str(tmp_path / "x.toml")])
+    assert done.exit_code == 2 and "describes a trace's server" not in done.stderr, done.output
+    assert str(tmp_path) in "".join(done.stderr.split()), done.output
