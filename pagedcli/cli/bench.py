@@ -147,6 +147,7 @@ def _results(setup: Setup, backend: Backend, workload: Workload, session: Sessio
         "token_budget": config.scheduler.token_budget, "preemption": config.scheduler.preemption,
         "n": setup.params.n, "beam_width": setup.params.width if setup.params.use_beam_search else None,
         "temperature": setup.params.temperature, "simulate": setup.simulate,
+        "swap_space": config.cache.swap_space if "swap_space" in setup.settings else None,
         "tensor_parallel": config.model.tensor_parallel_size if config.model.tensor_parallel_size > 1 else None,
     }
     signature = make_signature(asked, device=info.device, threads=info.threads)

@@ -259,6 +259,9 @@ def _simulated(setup: Setup) -> Backend:
     base = Deployment(find_hardware(setup.simulate or "", "--simulate"), resolve_shape(config.model.model),
                       tensor_parallel=config.model.tensor_parallel_size, block_size=config.cache.block_size,
                       num_blocks=config.cache.num_blocks, max_positions=config.model.max_model_len)
+    if "swap_space" in setup.settings:  # else the paper's, which is larger than a usual machine's
+        limits = base.limits
+        base = replace(base, host_blocks=min(limits.num_blocks, config.cache.swap_space // limits.bytes_per_block))
 
     runner = SimulatedRunner(config, base)
     return Backend(SimulatedExecutor(base), None, lambda policy: runner, base.limits.max_positions)

@@ -110,8 +110,7 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
     Option("max_model_len", int, "Most tokens of prompt plus output. Default: what the model allows.", MODEL),
     Option("threads", int, "CPU threads. Default: all cores.", MODEL),
     Option("tensor_parallel_size", int, "Devices that share each layer.", MODEL, _M.tensor_parallel_size),
-    Option("seed", int, "Seed of all draws, hashed with a row's id (else its number); rows may set it.", MODEL, 0,
-           least=0),
+    Option("seed", int, "Seed of all draws, hashed with a row's id (or number); rows may set it.", MODEL, 0, least=0),
     Option("trust_remote_code", bool, "Run code and unpickle weights that come with the model.", MODEL),
     Option("no_same_bits", bool, "Allow faster arithmetic whose bits depend on the batch.", MODEL),
     Option("block_size", int, "Tokens a KV block.", MEMORY, _C.block_size),
@@ -121,8 +120,8 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
     Option("gpu_memory_utilization", float, "Share of a GPU's memory for weights, steps and, with what is left, the "
            "pool, when the pool has no size.", MEMORY, _C.gpu_memory_utilization),
     Option("kv_cache_dtype", _KV_DTYPE, "Type of cached keys and values; auto is the model's.", MEMORY, _C.dtype),
-    Option("swap_space", str, "Host memory for preempted sequences in bytes, or such as 4GiB.", MEMORY, "4GiB",
-           metavar="SIZE"),
+    Option("swap_space", str, "Host memory for preempted sequences in bytes, or such as 4GiB (--simulate, where "
+           "unset: the paper's 20GiB a device).", MEMORY, "4GiB", metavar="SIZE"),
     Option("no_prefix_cache", bool, "Do not reuse blocks of equal prompt beginnings.", MEMORY),
     Option("preemption", Literal["auto", "recompute", "swap"], "What happens to a running group when blocks run out.",
            MEMORY, _S.preemption),

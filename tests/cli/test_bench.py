@@ -69,6 +69,22 @@ def test_what_only_the_workload_or_the_sampling_refuses_is_a_usage_error(
     assert not list(tmp_path.iterdir())
 
 
+def test_simulated_swap_space_is_the_one_asked_for(tmp_path: Path):
+    counts = {}
+    for size in ("0", "25MiB", "20GiB", None):
+        words = () if size is None else ("--swap-space", size)
+        done = invoke("bench", *SIMULATED, "--num-requests", "100", "--n", "4", "--preemption", "swap", "--rate", "inf",
+                      "--results", str(tmp_path), "--name", str(size), *words)
+        assert done.exit_code == 0, done.output
+        steps = pd.read_parquet(tmp_path / str(size) / "steps.parquet")
+        counts[size] = int(steps["preempt_swap"].sum()), int(steps["preempt_recompute"].sum()), steps["swapped"].max()
+        assert (f"swap_space={0 if size == '0' else ''}" in summary(tmp_path / str(size))["signature"]) == bool(size)
+    assert counts["0"][0] == 0 and counts["0"][1] > 0
+    # A block of 16 tokens of OPT-13B is 16 x 2 x 40 layers x 5,120 x 2 bytes = 12.5 MiB, so 25 MiB hold two.
+    assert counts["25MiB"][2] <= 2 and counts["25MiB"][0] < counts["20GiB"][0]
+    assert counts[None] == counts["20GiB"] and counts[None][0] > counts[None][1]
+
+
 def test_a_simulated_static_batch_is_the_one_asked_for(tmp_path: Path):
     done = invoke("bench", *SIMULATED, "--policy", "fastertransformer", "--static-batch", "2", "--rate", "inf",
                   "--results", str(tmp_path), "--name", "two")
