@@ -38,8 +38,9 @@ class Goodput:
                 limit = float(value)
             except ValueError:
                 limit = math.nan
-            if name not in ("ttft", "tpot", "e2el") or not limit >= 0:
-                raise UsageError(f"--goodput {item!r}: must be ttft:MS, tpot:MS or e2el:MS with MS at least 0")
+            if name not in ("ttft", "tpot", "e2el") or not 0 <= limit < math.inf:
+                raise UsageError(f"--goodput {item!r}: must be ttft:MS, tpot:MS or e2el:MS with MS finite and at "
+                                 "least 0")
             limits[name] = limit
         return cls(**limits) if limits else None
 

@@ -7,13 +7,19 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from pagedcli.cli.options import short
 from pagedcli.core.errors import UsageError
+
+MAX_NAME_BYTES = 255
+"""Bytes of one name in the file systems of Linux and macOS at most."""
 
 
 def check_name(name: str) -> str:
     """`name`, when it can be one folder's name. UsageError otherwise."""
     if "/" in name or "\0" in name or name in ("", ".", ".."):
-        raise UsageError(f"--name {name!r}: must be a plain folder name (choose where with --results)")
+        raise UsageError(f"--name {short(name)!r}: must be a plain folder name (choose where with --results)")
+    if len(os.fsencode(name)) > MAX_NAME_BYTES:
+        raise UsageError(f"--name {short(name)!r}: must be at most {MAX_NAME_BYTES} bytes, the limit of file systems")
     return name
 
 

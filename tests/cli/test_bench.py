@@ -188,7 +188,7 @@ def test_bad_options_end_in_one_message(words: tuple[str, ...], says: str, tmp_p
     (("--name", "a/b"), "--name 'a/b': must be a plain folder name"), (("--name", "../../x"), "--name '../../x'"),
     (("--name", ""), "--name ''"), (("--results", "/proc/x"), "--results /proc/x: cannot be written to"),
     (("--results", "/dev/null"), "--results /dev/null is not a folder"),
-    (("--name", "n" * 300), "File name too long")])
+    (("--name", "n" * 300), "... (300 characters)': must be at most 255 bytes")])
 def test_results_that_cannot_be_written_are_refused_before_serving(
         words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bench, "load_backend", lambda *_: pytest.fail("served"))
@@ -202,6 +202,7 @@ def test_results_that_cannot_be_written_are_refused_before_serving(
     (("--duration", "inf"), "--duration = inf: must be a finite number"),
     (("--drop-before", "nan"), "--drop-before = nan: must be a finite number, at least 0"),
     (("--stop-latency", "nan"), "--stop-latency = nan: must be a finite number, above 0"),
+    (("--goodput", "ttft:inf"), "--goodput 'ttft:inf': must be ttft:MS, tpot:MS or e2el:MS with MS finite"),
     (("--time-limit", "inf"), "--time-limit = inf: must be a finite number"),
     (("--burstiness", "1e-310"), "--burstiness = 1e-310: must be a finite number, at least 0.001, at most 1e+06"),
     (("--temperature", "nan"), "--temperature = nan: must be a finite number"),
