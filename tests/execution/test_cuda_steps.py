@@ -191,12 +191,12 @@ def test_the_pool_gets_what_weights_and_the_largest_step_leave() -> None:
     assert room.bytes == (72 - 27 - 3) * 10**9
     assert "90% of the GPU's 80,000,000,000 bytes, less 27,000,000,000 in use and 3,000,000,000" in room.note
     layout = KVLayout((LayerSpec(40, 40, 128, 128, 0.1),) * 40, 16)
-    size = size_pool(layout, torch.float16, CacheConfig(), torch.device("cpu"), 2048, room)
+    size = size_pool(layout, torch.float16, CacheConfig(), torch.device("cuda"), 2048, room)
     assert size.num_blocks == room.bytes // (40 * 2 * 40 * 128 * 16 * 2) and room.note in size.note
-    given = size_pool(layout, torch.float16, CacheConfig(num_blocks=7), torch.device("cpu"), 2048, room)
+    given = size_pool(layout, torch.float16, CacheConfig(num_blocks=7), torch.device("cuda"), 2048, room)
     assert given.num_blocks == 7
     with pytest.raises(CannotRunError, match=r"has 0 bytes .*Raise --gpu-memory-utilization \(now 0.3\)"):
-        size_pool(layout, torch.float16, CacheConfig(), torch.device("cpu"), 2048,
+        size_pool(layout, torch.float16, CacheConfig(), torch.device("cuda"), 2048,
                   room_beside(FakeMemory(), 0.3, lambda: None))
     assert isinstance(room, Room)
 
