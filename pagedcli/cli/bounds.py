@@ -15,13 +15,18 @@ def at_least_one(option: str, value: int | None) -> None:
         raise UsageError(f"{option} = {value}: must be at least 1")
 
 
-def check_writable(option: str, path: Path) -> None:
-    """UsageError when a file cannot be written at `path`. What is there stays as it is."""
+def check_place(option: str, path: Path) -> None:
+    """UsageError when `path` is a folder or lies in none."""
     if path.is_dir():
         raise UsageError(f"{option} {path} is a folder: name a file in it", "unwritable_output")
     if not path.parent.is_dir():
         raise UsageError(f"{option} {path}: the folder {path.parent} does not exist; make it first",
                          "unwritable_output")
+
+
+def check_writable(option: str, path: Path) -> None:
+    """UsageError when a file cannot be written at `path`. What is there stays as it is."""
+    check_place(option, path)
     try:
         if path.exists():
             os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))

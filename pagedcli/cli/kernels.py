@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from pagedcli.core.errors import ExitStatus, UsageError
+from pagedcli.cli.bounds import check_writable
+from pagedcli.core.errors import ExitStatus
 from pagedcli.core.wording import counted
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ def kernels(
     are of one layer's call, the fastest round. GB/s are of the keys and values that must be read, held against a copy
     (read plus written) measured in the same run. Exit status 1 when an output is wrong.
     """
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise UsageError(f"--json {json_file}: its folder does not exist; make it first")
+    if json_file is not None and (json_file.is_file() or not json_file.exists() or json_file.is_dir()):
+        check_writable("--json", json_file.absolute())
     began = time.perf_counter()
     import torch
 

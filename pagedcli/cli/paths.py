@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagedcli.cli.bounds import check_place, check_writable
 from pagedcli.core.errors import UsageError
 from pagedcli.generate.remote import is_url, url_exists
 
@@ -56,11 +57,7 @@ def find_target(source: str, output: str | None, overwrite: bool) -> Target:
         return Target(None, True, output)
     path = Path(output if output is not None else source.removesuffix(".jsonl") + ".out.jsonl")
     path = Path(os.path.realpath(path))
-    if path.is_dir():
-        raise UsageError(f"--output {path} is a folder: name a file in it", "unwritable_output")
-    if not path.parent.is_dir():
-        raise UsageError(f"--output {path}: the folder {path.parent} does not exist; make it first",
-                         "unwritable_output")
+    check_place("--output", path)
     if path.exists():
         if not stat.S_ISREG(path.stat().st_mode):
             return Target(path, True)
@@ -80,9 +77,6 @@ def summary_path(given: str, source: str, target: Target, overwrite: bool) -> Pa
     path = Path(given)
     if not path.exists() or path.is_file() or path.is_dir():  # a pipe behind /dev/stderr has no path of its own
         path = Path(os.path.realpath(given))
-    if path.is_dir() or not path.parent.is_dir():
-        fault = "is a folder: name a file in it" if path.is_dir() else "its folder does not exist; make it first"
-        raise UsageError(f"--json-summary {given}: {fault}")
     taken = {"the output": target.path, "the journal": None if target.path is None or target.stream else
              target.journal({})}
     if source != "-" and not is_url(source):
@@ -93,7 +87,6 @@ def summary_path(given: str, source: str, target: Target, overwrite: bool) -> Pa
     if path.exists() and stat.S_ISREG(path.stat().st_mode) and not overwrite:
         raise UsageError(f"--json-summary {given} exists: use --overwrite to replace it, or choose another file",
                          "output_exists")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):  # now, not after hours of work
-        raise UsageError(f"cannot write --json-summary {given}: the file or its folder is read-only; choose another",
-                         "unwritable_output")
+    if not path.exists() or path.is_file() or path.is_dir():
+        check_writable("--json-summary", path)  # now, not after hours of work
     return path

@@ -415,9 +415,13 @@ def test_progress_counts_rows(console: Console, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_summary_that_cannot_be_written_is_told_before_the_work(console: Console,
                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != console.folder)
+    def refused(dir: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("pagedcli.cli.bounds.tempfile.TemporaryFile", refused)
     result, _ = console.generate(lines({"prompt": "a"}), "--json-summary", str(console.folder / "s.json"))
-    assert result.exit_code == 2 and "its folder is read-only" in result.output and not console.engines
+    assert result.exit_code == 2 and "cannot be written (Read-only file system)" in result.output
+    assert not console.engines
 
 
 def test_a_disk_too_full_for_the_summary_leaves_no_half_of_it(console: Console,

@@ -48,7 +48,7 @@ def test_wrong_outputs_end_with_status_1(console: Console, short: None, monkeypa
 
 def test_what_cannot_run(console: Console) -> None:
     result = console("kernels", "--json", str(console.folder / "no" / "k.json"))
-    assert result.exit_code == 2 and "its folder does not exist" in result.stderr
+    assert result.exit_code == 2 and "does not exist; make it first" in result.stderr
     result = console("kernels", "--device", "cpu", "--attention-backend", "cuda")
     assert result.exit_code == 2 and "--attention-backend cuda runs on a GPU" in result.stderr
     if not torch.cuda.is_available():
