@@ -5,21 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from pagedcli.attention import cpu_kernels as kernels
 from pagedcli.attention.cpu_shapes import KernelShape, Routines, build_routines, pair_products, vector_budget
-from pagedcli.attention.cpu_team import Team
+from pagedcli.attention.cpu_team import Team, threads
 from pagedcli.attention.cpu_vectors import pairs_keys
+from pagedcli.attention.host_arrays import as_array
 from pagedcli.attention.interface import AttentionBackend, BatchLayout, KVLayout, LayerSpec
+from pagedcli.core.dtypes import dtype_name
 from pagedcli.core.errors import CannotRunError
 
-CACHE_KINDS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
-               torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-SOURCE_KINDS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+if TYPE_CHECKING:
+    import torch
+
+CACHE_KINDS = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
+"""Cache types by name, and what the kernels call them."""
+SOURCE_KINDS = ("fp32", "fp16", "bf16")
 FOREVER = 1 << 40
 """A window no position reaches."""
 SMALL_WRITE, SMALL_WORK = 100_000, 400_000
@@ -48,7 +53,7 @@ class CpuLayer:
 class CpuBackend(AttentionBackend):
     """Key tiles are [dim / 2, slot, 2] in bf16 and [dim, slot] otherwise, value tiles [slot, dim].
 
-    Runs on as many threads as torch does; the number changes no bit of the result.
+    The pool may be an array or a CPU tensor. The number of threads changes no bit of the result.
     """
 
     name = "cpu"
@@ -59,9 +64,9 @@ class CpuBackend(AttentionBackend):
         self._pairs = pair_products()
         self._loops: kernels.Loops | None = None
         self._built: dict[KernelShape, Routines] = {}
-        self._layers: dict[tuple[int, torch.dtype], CpuLayer] = {}
+        self._layers: dict[tuple[int, str], CpuLayer] = {}
         self._layout: KVLayout | None = None
-        self._pool: torch.Tensor | None = None
+        self._pool: NDArray[Any] | None = None
         self._batch: BatchLayout | None = None
         block = np.zeros(kernels.ARGUMENT_BYTES // 8 + 8, np.int64)
         skip = (-block.ctypes.data % 64) // 8
@@ -77,25 +82,26 @@ class CpuBackend(AttentionBackend):
         """Whose threads run the kernels."""
         return self._team.threads_of
 
-    def supports(self, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> str | None:
+    def supports(self, spec: LayerSpec, dtype: Any, block_size: int) -> str | None:
         del block_size
-        if dtype not in CACHE_KINDS:
-            return f"the cpu attention backend has no cache type {dtype}; it has {', '.join(CACHE_KINDS.values())}"
+        if _kind(dtype) not in CACHE_KINDS:
+            return f"the cpu attention backend has no cache type {dtype}; it has {', '.join(CACHE_KINDS)}"
         if spec.heads % spec.kv_heads:
             return f"{spec.heads} query heads are no multiple of {spec.kv_heads} key/value heads"
         return None
 
-    def bind(self, layout: KVLayout, pool: torch.Tensor) -> None:
-        if pool.dtype not in CACHE_KINDS or not pool.is_contiguous() or pool.device.type != "cpu":
-            raise ValueError("the pool must be a contiguous CPU tensor of a cache type, "
-                             f"not {pool.dtype} on {pool.device}")
-        self._layout, self._pool = layout, pool
+    def bind(self, layout: KVLayout, pool: Any) -> None:
+        if _kind(pool.dtype) not in CACHE_KINDS or str(getattr(pool, "device", "cpu")) != "cpu" \
+                or not as_array(pool).flags.c_contiguous:
+            raise ValueError("the pool must be contiguous, in host memory and of a cache type, "
+                             f"not {pool.dtype} on {getattr(pool, 'device', 'cpu')}")
+        self._layout, self._pool = layout, as_array(pool)
         self._layers = {}
 
     def prepare(self, batch: BatchLayout) -> None:
         self._batch = batch
         self._items = {}
-        self._threads = torch.get_num_threads()
+        self._threads = threads()
         self._set(kernels.STEP_FIELDS, (
             batch.num_tokens, max(1, batch.num_tokens // (4 * self._threads)), batch.slots.ctypes.data,
             batch.tables.ctypes.data, batch.tables.shape[1], batch.context_len.ctypes.data,
@@ -103,13 +109,16 @@ class CpuBackend(AttentionBackend):
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                spec: LayerSpec, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        import torch
+
         assert self._batch is not None, "prepare() comes before attend()"
         given, tokens = q.dtype, self._batch.num_tokens
-        kind = given if given in SOURCE_KINDS else torch.float32
+        kind = given if _kind(given) in SOURCE_KINDS else torch.float32
         q, k, v = _rows(q, kind), _rows(k, kind), _rows(v, kind)
-        own = self._layers.get((layer, kind))
+        name = dtype_name(kind)
+        own = self._layers.get((layer, name))
         if own is None or (own.spec is not spec and own.spec != spec):
-            own = self._layers[layer, kind] = self.make_layer(layer, spec, kind)
+            own = self._layers[layer, name] = self.make_layer(layer, spec, name)
         items, many, work = self.work(own)
         out = torch.empty(q.shape[0], spec.heads, spec.value_dim, dtype=kind)
         if tokens < q.shape[0]:
@@ -127,18 +136,18 @@ class CpuBackend(AttentionBackend):
         self._team.run(self._loops.attend, self._address, self._threads if work * own.effort > SMALL_WORK else 1)
         return out if given == kind else out.to(given)
 
-    def warm_up(self, specs: Sequence[LayerSpec], dtype: torch.dtype) -> float:
+    def warm_up(self, specs: Sequence[LayerSpec], dtype: Any) -> float:
         """Builds or loads the kernels for q, k, v of `dtype` (the model's) and the bound pool; returns seconds."""
         begin = time.perf_counter()
         for spec in dict.fromkeys(specs):
-            self._routines(self._shape(spec, dtype if dtype in SOURCE_KINDS else torch.float32))
+            self._routines(self._shape(spec, name if (name := _kind(dtype)) in SOURCE_KINDS else "fp32"))
         return time.perf_counter() - begin
 
-    def _shape(self, spec: LayerSpec, source: torch.dtype) -> KernelShape:
+    def _shape(self, spec: LayerSpec, source: str) -> KernelShape:
         assert self._pool is not None, "bind() comes first"
-        kind = CACHE_KINDS[self._pool.dtype]
-        dots = self._pairs and source == torch.bfloat16 and pairs_keys(kind, spec.key_dim)
-        return KernelShape(SOURCE_KINDS[source], kind, spec.group, spec.key_dim, spec.value_dim,
+        kind = CACHE_KINDS[dtype_name(self._pool.dtype)]
+        dots = self._pairs and source == "bf16" and pairs_keys(kind, spec.key_dim)
+        return KernelShape(source, kind, spec.group, spec.key_dim, spec.value_dim,
                            spec.softcap is not None, self._budget, dots)
 
     def _routines(self, shape: KernelShape) -> Routines:
@@ -166,12 +175,12 @@ class CpuBackend(AttentionBackend):
         """STEP_FIELDS of the batch that was prepared."""
         return self._arguments[kernels.STEP_FIELDS.start // 8:kernels.STEP_FIELDS.stop // 8]
 
-    def make_layer(self, layer: int, spec: LayerSpec, source: torch.dtype) -> CpuLayer:
-        """What calls of this layer share, for q, k, v of type `source`."""
+    def make_layer(self, layer: int, spec: LayerSpec, source: str) -> CpuLayer:
+        """What calls of this layer share, for q, k, v of the type that `source` names."""
         assert self._layout is not None and self._pool is not None, "bind() comes first"
         shape = self._shape(spec, source)
         table = self._routines(shape).table
-        pool, cell = self._pool.data_ptr(), self._pool.itemsize
+        pool, cell = int(self._pool.ctypes.data), self._pool.itemsize
         # A score's unit is one in the exponent of 2, so that the softmax is taken in powers of two.
         unit = kernels.LOG2E * (1.0 if spec.softcap is None else spec.softcap)
         scale = spec.scale * unit if spec.softcap is None else spec.scale / spec.softcap
@@ -204,6 +213,14 @@ class CpuBackend(AttentionBackend):
             start = int(self._scratch.ctypes.data)
             self._scratch_start = start + -start % 64
         return self._scratch_start
+
+
+def _kind(dtype: object) -> str | None:
+    """The short name of a type, None for one that has none."""
+    try:
+        return dtype_name(dtype)
+    except ValueError:
+        return None
 
 
 def _rows(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

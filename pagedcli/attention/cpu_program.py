@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from pagedcli.attention import cpu_kernels as kernels
 from pagedcli.attention.cpu import CpuBackend
 from pagedcli.attention.interface import LayerSpec
+from pagedcli.core.dtypes import DTYPE_BYTES
 
 _WORDS = kernels.ARGUMENT_BYTES // 8
 
@@ -28,18 +28,19 @@ class Rows:
 
 
 class AttentionProgram:
-    """The layers of a bound backend over fixed places for q, k, v and the result, all of one dtype.
+    """The layers of a bound backend over fixed places for q, k, v and the result, all of the type that
+    `dtype` names.
 
     The places hold as many rows as any step has; `refresh` comes after the backend's prepare().
     """
 
-    def __init__(self, backend: CpuBackend, specs: Sequence[LayerSpec], dtype: torch.dtype, q: Rows, k: Rows, v: Rows,
+    def __init__(self, backend: CpuBackend, specs: Sequence[LayerSpec], dtype: str, q: Rows, k: Rows, v: Rows,
                  out: Rows) -> None:
         if len({(spec.heads, spec.kv_heads, spec.value_dim) for spec in specs}) != 1 or specs[0].sinks:
             raise ValueError("layers of one shape and without sinks share their places")
         self._backend = backend
         self._layers = [backend.make_layer(number, spec, dtype) for number, spec in enumerate(specs)]
-        spec, cell = specs[0], dtype.itemsize
+        spec, cell = specs[0], DTYPE_BYTES[dtype]
         if out.stride != spec.heads * spec.value_dim * cell:
             raise ValueError(f"the result's rows are {out.stride} bytes apart, and the kernels write them side by side")
         raw = np.zeros(len(specs) * _WORDS + 8, np.int64)

@@ -1,24 +1,59 @@
-"""Runs one native function on several threads at once, on torch's own threads where they can be had.
+"""Runs one native function on several threads at once, on torch's own threads where it is in use.
 
 A second thread pool beside torch's would fight it for the cores: OpenMP's idle workers spin for a while after each
 parallel region, just when the other pool starts. So the OpenMP library that torch has loaded is asked to run the
-function on the very same workers; where there is none (macOS wheels without it, other builds) Python threads do it.
+function on the very same workers; where torch is not in use, or has none (macOS wheels), Python threads do it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+CORES = Path("/sys/devices/system/cpu")
+
+
+def threads() -> int:
+    """How many threads compute: as many as torch uses where it is in use, else as it would by itself."""
+    torch: Any = sys.modules.get("torch")
+    return _own_threads() if torch is None else int(torch.get_num_threads())
+
+
+def _own_threads() -> int:
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return int(wanted) if wanted.isdecimal() and int(wanted) > 0 else _cores()
+
+
+def set_threads(wanted: int) -> None:
+    """For the whole process. Where torch is not in use (yet), by the variable that it reads when it is imported."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        os.environ["OMP_NUM_THREADS"] = str(wanted)
+    else:
+        torch.set_num_threads(wanted)
 
 
 @cache
-def _openmp() -> ctypes.CDLL | None:
+def _cores() -> int:
+    """Physical cores that this process may use: two threads of one core share its multipliers."""
+    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    try:
+        return len({(CORES / f"cpu{number}/topology/thread_siblings_list").read_text() for number in allowed}) or (
+            os.cpu_count() or 1)
+    except OSError:
+        return len(allowed)
+
+
+@cache
+def _openmp(torch_in_use: bool) -> ctypes.CDLL | None:
     """The OpenMP library of this process that has GNU's entry point (libgomp, and LLVM's and Intel's under Linux)."""
-    if not sys.platform.startswith("linux"):
+    if not torch_in_use or not sys.platform.startswith("linux"):
         return None
     loaded = {line.split(maxsplit=5)[5].strip() for line in Path("/proc/self/maps").read_text().splitlines()
               if len(line.split(maxsplit=5)) == 6}
@@ -36,7 +71,7 @@ class Team:
     """
 
     def __init__(self) -> None:
-        self._library = _openmp()
+        self._library = _openmp("torch" in sys.modules)
         self._pool: ThreadPoolExecutor | None = None
         self._pool_size = 0
         self._known: dict[int, Callable[[int], None]] = {}

@@ -36,11 +36,11 @@ def load_module(model: ModelConfig, progress: Callable[[str], None] | None = Non
     """
     from pagedcli.execution.hf_model import load_config, load_decoder
     from pagedcli.execution.model_hub import resolve_model
-    from pagedcli.execution.placement import pick_device, pick_dtype
+    from pagedcli.execution.placement import pick_device, pick_dtype, torch_device, torch_dtype
 
-    source, device = resolve_model(model, progress), pick_device(model.device)
+    source, device = resolve_model(model, progress), torch_device(pick_device(model.device))
     config = load_config(source, trust_remote_code=model.trust_remote_code)
-    return load_decoder(source, config, pick_dtype(model.dtype, device), device, seed=model.seed,
+    return load_decoder(source, config, torch_dtype(pick_dtype(model.dtype, device)), device, seed=model.seed,
                         trust_remote_code=model.trust_remote_code).module
 
 

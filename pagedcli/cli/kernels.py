@@ -15,7 +15,6 @@ from pagedcli.core.errors import ExitStatus
 from pagedcli.core.wording import counted
 
 if TYPE_CHECKING:
-    import torch
 
     from pagedcli.bench.micro import Bench, Row, Skipped
 
@@ -95,9 +94,9 @@ def _bench(device: str, attention: str, dtype: str, full: bool) -> tuple[Bench, 
     from pagedcli.attention.backends import make_backend
     from pagedcli.bench.micro import Bench
     from pagedcli.execution.host_memory import free_memory
-    from pagedcli.execution.placement import pick_device, pick_dtype
+    from pagedcli.execution.placement import pick_device, pick_dtype, torch_device, torch_dtype
 
-    place: torch.device = pick_device(device, attention)
+    place = torch_device(pick_device(device, attention))
     name = place.type if attention == "auto" else attention
 
     def make(kernel: str | None) -> Any:
@@ -105,8 +104,8 @@ def _bench(device: str, attention: str, dtype: str, full: bool) -> tuple[Bench, 
 
     cuda = place.type == "cuda"
     cycle = (FULL_CYCLE if full else QUICK_CYCLE) * (4 if cuda else 1)  # beyond the L2 cache of any GPU
-    bench = Bench(place, pick_dtype(dtype, place), make, cycle, int(free_memory(place) * (0.8 if cuda else 0.3)),
-                  1.0 if full else 0.25)
+    bench = Bench(place, torch_dtype(pick_dtype(dtype, place)), make, cycle,
+                  int(free_memory(place) * (0.8 if cuda else 0.3)), 1.0 if full else 0.25)
     make(None)  # whatever is missing is told before anything is measured
     return bench, name
 

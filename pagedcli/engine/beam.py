@@ -16,7 +16,6 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from pagedcli.core.sequence import Sequence, SequenceGroup, TokenChoice
 from pagedcli.engine.pieces import StopSpelling
@@ -48,6 +47,14 @@ class _Candidate:
     score: np.float32
     place: int
     token: int
+
+
+def best_tokens(log_probs: np.ndarray, count: int) -> np.ndarray:
+    """The tokens with the `count` largest entries of a row [vocabulary], largest first, ties by token."""
+    count = min(count, len(log_probs))
+    least = np.partition(log_probs, len(log_probs) - count)[len(log_probs) - count]
+    tokens = np.flatnonzero(log_probs >= least)
+    return tokens[np.argsort(-log_probs[tokens], kind="stable")][:count]
 
 
 class BeamState:
@@ -82,7 +89,7 @@ class BeamState:
             return [Hypothesis((), 0.0, 0.0, "length", None)] * n
         return self._finished[:n]
 
-    def step(self, live: Items[Sequence], log_probs: torch.Tensor, details: Details) -> dict[int, list[TokenChoice]]:
+    def step(self, live: Items[Sequence], log_probs: np.ndarray, details: Details) -> dict[int, list[TokenChoice]]:
         """Choices for all live sequences of the group, whose processed log-probabilities [live, vocabulary] float32 are
         given in the same order. A sequence with an empty list is to be dropped; all are when the search is done."""
         choices: dict[int, list[TokenChoice]] = {seq.id: [] for seq in live}
@@ -112,16 +119,15 @@ class BeamState:
             choices[seq.id].append(TokenChoice(seq.id, candidate.token, logprob, top, rank))
         return choices
 
-    def _continuations(self, live: Items[Sequence], log_probs: torch.Tensor) -> list[_Candidate]:
-        """The best candidates of all beams by score, ties by beam and then as `topk` has them."""
+    def _continuations(self, live: Items[Sequence], log_probs: np.ndarray) -> list[_Candidate]:
+        """The best candidates of all beams by score, ties by beam and then by token."""
         rows = len(live) if self._scores else 1  # at first all sequences are the same prompt
-        values, tokens = torch.topk(log_probs[:rows], min(self.candidates, log_probs.shape[1]))
         found = []
         for place in range(rows):
             base = self._scores[live[place].sample] if self._scores else np.float32(0)
-            scores = values[place].numpy() + base
+            tokens = best_tokens(log_probs[place], self.candidates)
             found += [_Candidate(score, place, token) for score, token in
-                      zip(scores, tokens[place].tolist(), strict=True) if score > -np.inf]
+                      zip(log_probs[place, tokens] + base, tokens.tolist(), strict=True) if score > -np.inf]
         found.sort(key=lambda item: (-item.score, live[item.place].sample))
         return found[:self.candidates]
 

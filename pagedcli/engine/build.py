@@ -160,9 +160,9 @@ def _null(config: RunConfig) -> tuple[Executor, Any]:
 def _sampler(config: RunConfig, executor: Executor, tokenizer: Any, eos_ids: frozenset[int]) -> Sampler:
     if config.model.model == NULL_MODEL:
         return ScriptedSampler(executor.limits.vocab_size)
-    from pagedcli.engine.sampler import TorchSampler
+    from pagedcli.engine.sampler import HostSampler
 
-    kind = TorchSampler
+    kind = HostSampler
     if executor.info.device == "cuda":
         from pagedcli.engine.device_sampler import DeviceSampler
 

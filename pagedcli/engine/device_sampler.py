@@ -15,7 +15,7 @@ from pagedcli.engine.interface import Choices
 from pagedcli.engine.logits import needs_processing, process
 from pagedcli.engine.logprobs import token_logprob
 from pagedcli.engine.row_stats import RowStats
-from pagedcli.engine.sampler import TorchSampler
+from pagedcli.engine.sampler import HostSampler
 from pagedcli.engine.step_work import Work, samples_of, sort_out
 from pagedcli.engine.streams import uniforms
 
@@ -23,8 +23,8 @@ Job = tuple[int, Sequence, int]
 """(logit row, its sequence, sample number)."""
 
 
-class DeviceSampler(TorchSampler):
-    """As TorchSampler, for logits that lie on a GPU.
+class DeviceSampler(HostSampler):
+    """As HostSampler, for logits that lie on a GPU.
 
     Rows that ask for one token and its log-probability are decided there, and the host waits once, for those. Rows
     that want lists of log-probabilities, prompts to be scored and beams are brought over and decided as ever. A row's
@@ -41,7 +41,7 @@ class DeviceSampler(TorchSampler):
         needed = sorted({*rest.rows, *(row for row, _, _ in rest.prompts),
                          *(row for members in rest.beams.values() for row, _ in members)})
         if needed:
-            on_host = self._plain(logits.detach()[torch.tensor(needed, device=logits.device)])
+            on_host = self._plain(logits[torch.tensor(needed, device=logits.device)])
             choices.update(self._decide(on_host, _renumbered(rest, needed)))
         return choices
 

@@ -6,13 +6,13 @@ one elementwise operation on one vector: the bits of a row cannot depend on the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Items
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from pagedcli.attention.host_arrays import as_tensor
 from pagedcli.core.errors import CannotRunError, RequestError
 from pagedcli.core.request import Request, SamplingParams
 from pagedcli.core.sequence import Sequence
@@ -102,7 +102,7 @@ def forbidden_now(words: BadWords, tokens: Items[int], start: int) -> list[int]:
 
 
 class _Sparse:
-    """Entries of a [rows, vocabulary] matrix, collected row by row and applied at once."""
+    """Entries of a [rows, vocabulary] matrix, array or tensor, collected row by row and applied at once."""
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -119,10 +119,12 @@ class _Sparse:
     def __bool__(self) -> bool:
         return any(len(item) for item in self._places)
 
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Flat places (int64) and one float32 amount each."""
-        places = torch.from_numpy(np.concatenate(self._places)).to(device)
-        return places, torch.from_numpy(np.concatenate(self._amounts)).to(device)
+    def beside(self, rows: Any) -> tuple[Any, Any]:
+        """Flat places (int64) and one float32 amount each, of the kind that `rows` are and where they are."""
+        places, amounts = np.concatenate(self._places), np.concatenate(self._amounts)
+        if isinstance(rows, np.ndarray):
+            return places, amounts
+        return as_tensor(places).to(rows.device), as_tensor(amounts).to(rows.device)
 
 
 def needs_processing(params: SamplingParams, output_len: int) -> bool:
@@ -131,10 +133,10 @@ def needs_processing(params: SamplingParams, output_len: int) -> bool:
 
 
 def process(
-    rows: Tensor, sequences: Items[Sequence], counts: Items[TokenCounts | None], bad_words: Items[BadWords],
+    rows: Any, sequences: Items[Sequence], counts: Items[TokenCounts | None], bad_words: Items[BadWords],
     eos_ids: Items[int], *, words_reach_prompt: bool = False,
 ) -> None:
-    """Change `rows` [len(sequences), vocabulary] float32 in place, one sequence a row.
+    """Change `rows` [len(sequences), vocabulary] float32, array or tensor, in place, one sequence a row.
 
     `counts` is needed for penalised rows. Order: bias, bad words, min_tokens, repetition penalty (prompt and output),
     then frequency and presence penalties (output). `words_reach_prompt`: a bad word may begin in the prompt, as in
@@ -162,17 +164,19 @@ def process(
                 frequency.add(row, seen.ids, np.float32(params.frequency_penalty) * seen.counts)
             if params.presence_penalty != 0:
                 presence.add(row, seen.ids, params.presence_penalty)
-    flat = rows.view(-1)
+    flat = rows.reshape(-1)
     if bias:
-        places, amounts = bias.on(rows.device)
+        places, amounts = bias.beside(rows)
         flat[places] += amounts
     if mask:
-        flat[mask.on(rows.device)[0]] = -torch.inf
+        flat[mask.beside(rows)[0]] = -math.inf
     if repeat:
-        places, amounts = repeat.on(rows.device)
+        places, amounts = repeat.beside(rows)
         now = flat[places]
-        flat[places] = torch.where(now > 0, now / amounts, now * amounts)
+        changed, raised = now * amounts, now > 0
+        changed[raised] = (now / amounts)[raised]
+        flat[places] = changed
     for kind in (frequency, presence):
         if kind:
-            places, amounts = kind.on(rows.device)
+            places, amounts = kind.beside(rows)
             flat[places] -= amounts

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import cache
+from sys import modules
 
 import numpy as np
-import torch
 
-from pagedcli.attention.cpu_team import Team
+from pagedcli.attention.cpu_team import Team, threads
 from pagedcli.core.errors import CannotRunError
 from pagedcli.core.sequence import Sequence
 from pagedcli.engine import row_kernels as kernels
+
+
+@cache
+def _team(torch_in_use: bool) -> Team:
+    """One team for all rows, on torch's threads where it is in use: making threads costs more than the rows do."""
+    del torch_in_use
+    return Team()
 
 
 @dataclass(slots=True)
@@ -44,7 +52,7 @@ class RowStats:
         block = np.zeros(24, np.int64)
         block[:10] = (len(self.index), self.values.shape[1], self.peaks.shape[1],
                       *(array.ctypes.data for array in (self.values, self.index, *out)))
-        Team().run(kernels.row_stats_part().address, block.ctypes.data, torch.get_num_threads())
+        _team("torch" in modules).run(kernels.row_stats_part().address, block.ctypes.data, threads())
 
     def row(self, place: int) -> np.ndarray:
         return self.values[self.index[place]]

@@ -8,8 +8,8 @@ from typing import Any
 
 import numba
 import numpy as np
-import torch
 
+from pagedcli.attention.host_arrays import as_array, as_tensor, host_floats
 from pagedcli.core.errors import CannotRunError
 from pagedcli.core.plan import StepPlan, StepResult
 from pagedcli.core.request import Request
@@ -47,8 +47,8 @@ class _Buffer:
         return self._memory[:count * width].reshape(count, width)
 
 
-class TorchSampler(Sampler):
-    """Draws from logits that an executor computed (a torch tensor on any device).
+class HostSampler(Sampler):
+    """Draws from logits that an executor computed, in this machine's memory (an array, or a tensor on any device).
 
     Each row is decided by itself: greedy rows take the first maximum; others invert the cumulative distribution at one
     uniform number that is a function of (seed, request key, sample, position) only. So no choice depends on the batch.
@@ -82,9 +82,7 @@ class TorchSampler(Sampler):
             return {}
         if result.logits is None:
             raise CannotRunError("this executor computes no logits, so tokens cannot be sampled; use scripted tokens")
-        logits: torch.Tensor = result.logits
-        values = self._plain(logits.detach())
-        return self._decide(values, sort_out(plan, sequences))
+        return self._decide(self._plain(result.logits), sort_out(plan, sequences))
 
     def _decide(self, values: np.ndarray, work: Work) -> dict[int, list[TokenChoice]]:
         """Choices for rows [rows, vocabulary] float32 in this machine's memory."""
@@ -161,7 +159,7 @@ class TorchSampler(Sampler):
         copies = self._copies.rows(len(rows), values.shape[1])
         if rows:
             np.take(values, rows, 0, out=copies)
-            process(torch.from_numpy(copies), owners, [self._history(seq) for seq in owners],
+            process(copies, owners, [self._history(seq) for seq in owners],
                     [self._words(seq) for seq in owners], self._eos_ids)
         stats = RowStats.of(copies, range(len(rows)))
         stats.refuse_bad(owners, "after logit_bias, bad_words, min_tokens and penalties")
@@ -197,7 +195,7 @@ class TorchSampler(Sampler):
             group.beam = BeamState(group, self._eos_ids, group.max_output, self._spelling(group))
         raw = RowStats.of(values, rows)
         raw.refuse_bad(live, "from the model")
-        log_probs = torch.log_softmax(torch.from_numpy(values[rows]), -1)
+        log_probs = (values[rows] - raw.log_sum[:, None]).astype(np.float32)
         if needs_processing(group.params, live[0].output_len):
             process(log_probs, live, [self._history(seq) for seq in live], [self._words(seq) for seq in live],
                     self._eos_ids, words_reach_prompt=True)
@@ -216,12 +214,14 @@ class TorchSampler(Sampler):
             self._stop_spelling = StopSpelling(self._tokenizer.backend)
         return self._stop_spelling
 
-    def _plain(self, logits: torch.Tensor) -> np.ndarray:
+    def _plain(self, logits: Any) -> np.ndarray:
         """Rows as float32 in this machine's memory: the same code and the same bits then choose for every device."""
-        if logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.is_contiguous():
-            return logits.numpy()
+        if isinstance(logits, np.ndarray):
+            return host_floats(logits)
+        if str(logits.dtype) == "torch.float32" and logits.device.type == "cpu" and logits.is_contiguous():
+            return as_array(logits)
         values = self._values.rows(*logits.shape)
-        torch.from_numpy(values).copy_(logits)
+        as_tensor(values).copy_(logits)
         return values
 
     def _room(self, width: int) -> tuple[np.ndarray, np.ndarray]:

@@ -77,7 +77,8 @@ class CostModel:
         doublings = math.log2(devices)
         throughput = devices * hardware.flops * use.flop_efficiency
         exchanges = 2 * shape.layers
-        exchanged = 2 * (devices - 1) / devices * shape.hidden * DTYPE_BYTES[dtype] / hardware.link_bandwidth
+        exchanged = (2 * (devices - 1) / devices * shape.hidden * DTYPE_BYTES[dtype]
+                     / (hardware.link_bandwidth * use.link_efficiency))
         block_bytes = block_size * shape.kv_bytes_per_token(kv_dtype)
 
         self.step = use.step_seconds + shape.layers * use.layer_seconds + exchanges * use.allreduce_seconds * doublings

@@ -73,8 +73,7 @@ class CudaSteps:
         logits = self._from_graph(batch)
         if logits is None:
             self._backend.prepare(batch.layout)
-            ids, positions, rows = self._send(self._inputs, batch.ids.numpy(), batch.positions.numpy(),
-                                              batch.rows.numpy())
+            ids, positions, rows = self._send(self._inputs, batch.ids, batch.positions, batch.rows)
             logits = self._decoder.forward(ids, positions, rows)
         return logits[:batch.wanted] if batch.wanted else None
 
@@ -107,10 +106,10 @@ class CudaSteps:
         ids, positions, places = self._views(self._fixed.array, [self._most] * 3)
         return self._decoder.forward(ids[:rows], positions[:rows], places[:rows])
 
-    def _whole(self, values: torch.Tensor, count: int) -> NDArray[np.int64]:
+    def _whole(self, values: NDArray[np.int64], count: int) -> NDArray[np.int64]:
         """The first `count` values, filled up with zeros to a fixed number."""
         held = np.zeros(self._most, np.int64)
-        held[:count] = values.numpy()[:count]
+        held[:count] = values[:count]
         return held
 
     def _send(self, buffer: StepBuffer, *arrays: NDArray[np.int64]) -> list[torch.Tensor]:

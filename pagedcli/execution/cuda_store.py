@@ -12,7 +12,9 @@ from typing import Any, Protocol
 import torch
 
 from pagedcli.attention.interface import KVLayout
-from pagedcli.execution.kv_store import KVStore, Moves, PoolSize, _bits
+from pagedcli.core.devices import HOST, Device
+from pagedcli.execution.kv_store import KVStore, Moves, PoolSize, Zeros
+from pagedcli.execution.placement import torch_device
 
 STAGE_BYTES = 64 << 20
 """Device memory of each of the two buffers that blocks on their way out wait in; at least one block."""
@@ -102,8 +104,9 @@ class CudaKVStore(KVStore):
 
     def copy(self, moves: Moves) -> None:
         ordered = in_order(moves)
-        if ordered is None:
-            super().copy(moves)  # a circle of copies needs room beside the pool, which a gather makes
+        if ordered is None:  # a circle of copies needs room beside the pool, which a gather makes
+            pairs, raw = torch.tensor(moves, dtype=torch.int64).to(self.pool.device), _bits(self.pool)
+            raw.index_copy_(0, pairs[:, 1], raw.index_select(0, pairs[:, 0]))
         elif ordered:
             self._copier(ordered)
 
@@ -135,6 +138,20 @@ class CudaKVStore(KVStore):
         self._stages = []
         super().close()
 
+    def _zeros_on(self, device: Device) -> Zeros:
+        if device.type == "cpu":  # a stand-in for a GPU
+            return super()._zeros_on(device)
+        return lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=torch_device(device))
+
+    def _host_pool(self) -> torch.Tensor:
+        if self._host is None:
+            if not self.pool.is_cuda:
+                return super()._host_pool()
+            self._host = self._allocate(
+                self.size.host_blocks, HOST, lambda shape, dtype: torch.zeros(shape, dtype=dtype, pin_memory=True),
+                self.size.block_bytes, "Lower --swap-space")
+        return self._host
+
     def _next_stage(self) -> torch.Tensor:
         """A buffer that main may write: a new one while there are fewer than two, else the longest unused."""
         if len(self._stages) < 2:
@@ -144,3 +161,8 @@ class CudaKVStore(KVStore):
         stage, mark = self._stages.pop(0)
         self._side.main_waits(mark)
         return stage
+
+
+def _bits(pool: torch.Tensor) -> torch.Tensor:
+    """The pool as integers of its element size: gathers and scatters are not defined for every float type."""
+    return pool.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[pool.element_size()])

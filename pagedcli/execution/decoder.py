@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-import torch
+from typing import Any, Protocol
 
 from pagedcli.attention.interface import AttentionBackend, LayerSpec
+from pagedcli.core.devices import Device
+
+Integers = Any
+"""int64: an array in host memory, or a tensor on the device."""
 
 
 class Decoder(Protocol):
@@ -18,9 +20,11 @@ class Decoder(Protocol):
 
     specs: tuple[LayerSpec, ...]
     vocab_size: int
-    dtype: torch.dtype
-    device: torch.device
+    dtype: Any
     row_tile: int
+
+    @property
+    def device(self) -> Device: ...
 
     @property
     def attention_seconds(self) -> float: ...
@@ -28,6 +32,6 @@ class Decoder(Protocol):
     def attach(self, backend: AttentionBackend) -> None:
         """Use this backend (already bound and, before each forward, prepared) from now on."""
 
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """ids, positions: int64 [T]; rows: int64 [R] indices into T -> logits [R, vocab_size] of the model's dtype or
-        float32, to be used before the next call."""
+    def forward(self, ids: Integers, positions: Integers, rows: Integers) -> Any:
+        """ids, positions: [T]; rows: [R] indices into T -> logits [R, vocab_size] of the model's dtype or float32, an
+        array (float32) or a tensor, to be used before the next call."""

@@ -6,17 +6,17 @@ The executor itself asks no device's name. `HostPath` is here; a GPU's is in cud
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
+from typing import Any, Protocol
 
 from pagedcli.attention.backends import make_backend
 from pagedcli.attention.interface import AttentionBackend, KVLayout
 from pagedcli.core.config import CacheConfig, ModelConfig
+from pagedcli.core.devices import Device
 from pagedcli.execution.decoder import Decoder
 from pagedcli.execution.flat_batch import FlatBatch, forward
 from pagedcli.execution.interface import ExecutorLimits
 from pagedcli.execution.kv_store import KVStore, PoolSize, Room
+from pagedcli.execution.placement import torch_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Steps(Protocol):
 
     notes: tuple[str, ...]
 
-    def run(self, batch: FlatBatch) -> torch.Tensor | None:
+    def run(self, batch: FlatBatch) -> Any:
         """Logits [wanted, vocabulary] of the model's dtype or float32, where they were computed, valid until the next
         run; None when no row wants any."""
 
@@ -46,11 +46,11 @@ class DevicePath(Protocol):
 
     def backend(self, name: str) -> AttentionBackend: ...
 
-    def room(self, decoder: Decoder, backend: AttentionBackend, layout: KVLayout, dtype: torch.dtype,
+    def room(self, decoder: Decoder, backend: AttentionBackend, layout: KVLayout, dtype: Any,
              cache: CacheConfig, step: LargestStep) -> Room | None:
         """Bytes for the KV pool, found by running the largest step; None where memory is shared with the host."""
 
-    def store(self, layout: KVLayout, dtype: torch.dtype, size: PoolSize, backend: AttentionBackend) -> KVStore: ...
+    def store(self, layout: KVLayout, dtype: Any, size: PoolSize, backend: AttentionBackend) -> KVStore: ...
 
     def steps(self, decoder: Decoder, backend: AttentionBackend, limits: ExecutorLimits) -> Steps: ...
 
@@ -63,7 +63,7 @@ class HostSteps:
     def __init__(self, decoder: Decoder, backend: AttentionBackend) -> None:
         self._decoder, self._backend = decoder, backend
 
-    def run(self, batch: FlatBatch) -> torch.Tensor | None:
+    def run(self, batch: FlatBatch) -> Any:
         logits = forward(self._decoder, self._backend, batch)
         return logits if batch.wanted else None
 
@@ -75,18 +75,18 @@ class HostSteps:
 class HostPath:
     """A CPU."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
 
     def backend(self, name: str) -> AttentionBackend:
         return make_backend(name)
 
-    def room(self, decoder: Decoder, backend: AttentionBackend, layout: KVLayout, dtype: torch.dtype,
+    def room(self, decoder: Decoder, backend: AttentionBackend, layout: KVLayout, dtype: Any,
              cache: CacheConfig, step: LargestStep) -> Room | None:
         del decoder, backend, layout, dtype, cache, step
         return None
 
-    def store(self, layout: KVLayout, dtype: torch.dtype, size: PoolSize, backend: AttentionBackend) -> KVStore:
+    def store(self, layout: KVLayout, dtype: Any, size: PoolSize, backend: AttentionBackend) -> KVStore:
         del backend
         return KVStore(layout, dtype, size, self._device)
 
@@ -95,10 +95,10 @@ class HostPath:
         return HostSteps(decoder, backend)
 
 
-def device_path(device: torch.device, model: ModelConfig, *, graphs: bool) -> DevicePath:
+def device_path(device: Device, model: ModelConfig, *, graphs: bool) -> DevicePath:
     """The path of a device. `graphs`: whether decode steps may be captured (a GPU's only)."""
     if device.type != "cuda":
         return HostPath(device)
     from pagedcli.execution.cuda_path import CudaPath
 
-    return CudaPath(device, same_bits=model.same_bits, graphs=graphs)
+    return CudaPath(torch_device(device), same_bits=model.same_bits, graphs=graphs)

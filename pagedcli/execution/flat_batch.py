@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from pagedcli.attention.interface import AttentionBackend, BatchLayout, build_layout
@@ -22,9 +22,9 @@ last full tile, so the same row could get other bits in another batch; tests/exe
 class FlatBatch:
     """ids, positions: int64 [T padded]; rows: int64 [R padded], the rows that want logits; `wanted` is R unpadded."""
 
-    ids: torch.Tensor
-    positions: torch.Tensor
-    rows: torch.Tensor
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    rows: NDArray[np.int64]
     wanted: int
     layout: BatchLayout
 
@@ -40,8 +40,7 @@ def flatten(plan: StepPlan, block_size: int, row_tile: int = ROW_TILE) -> FlatBa
     rows = _last_rows(layout.query_start[1:].astype(np.int64), wanted)
     padded = np.zeros(-(-len(rows) // row_tile) * row_tile, np.int64)
     padded[:len(rows)] = rows
-    return FlatBatch(torch.from_numpy(ids), torch.from_numpy(layout.positions), torch.from_numpy(padded), len(rows),
-                     layout)
+    return FlatBatch(ids, layout.positions, padded, len(rows), layout)
 
 
 def _last_rows(ends: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -52,7 +51,7 @@ def _last_rows(ends: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np
     return np.arange(wanted.sum()) + np.repeat(ends - wanted - first, wanted)
 
 
-def forward(decoder: Decoder, backend: AttentionBackend, batch: FlatBatch) -> torch.Tensor:
+def forward(decoder: Decoder, backend: AttentionBackend, batch: FlatBatch) -> Any:
     """Logits [R, vocabulary] of the wanted rows. The decoder is attached to `backend`, and `backend` bound."""
     backend.prepare(batch.layout)
     return decoder.forward(batch.ids, batch.positions, batch.rows)[:batch.wanted]

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pagedcli.attention.host_arrays import as_tensor
 from pagedcli.attention.interface import AttentionBackend, LayerSpec
+from pagedcli.core.dtypes import dtype_name
+from pagedcli.execution.decoder import Integers
 from pagedcli.execution.flat_batch import ROW_TILE
 from pagedcli.execution.row_team import ELEMENTS, RowTeam, rotary_table
 
@@ -32,7 +35,7 @@ def unfusable(decoder: HFDecoder) -> str | None:
     config = decoder.module.config
     if decoder.device.type != "cpu":
         return "the fused layers are for CPUs"
-    if decoder.dtype not in ELEMENTS:
+    if dtype_name(decoder.dtype) not in ELEMENTS:
         return f"the fused layers have no {decoder.dtype}"
     if config.model_type not in FAMILIES:
         return f"models of type {config.model_type!r} have no fused layers"
@@ -107,7 +110,8 @@ class FusedDecoder:
         self._eps = float(module.config.rms_norm_eps)
         self._norm: torch.Tensor = module.model.norm.weight.detach()
         self._head = packed_module(module.lm_head)
-        self._table = rotary_table(rotary.inv_freq, float(getattr(rotary, "attention_scaling", 1.0)), max_positions)
+        self._table = as_tensor(rotary_table(rotary.inv_freq, float(getattr(rotary, "attention_scaling", 1.0)),
+                                             max_positions))
         self._layers = [_take_layer(layer, spec) for layer, spec in zip(module.model.layers, self.specs, strict=True)]
         self._team = RowTeam(self.dtype)
         self._backend: AttentionBackend | None = None
@@ -120,7 +124,8 @@ class FusedDecoder:
     def attach(self, backend: AttentionBackend) -> None:
         self._backend = backend
 
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Integers, positions: Integers, rows: Integers) -> torch.Tensor:
+        ids, positions, rows = (torch.as_tensor(item) for item in (ids, positions, rows))
         backend, team, eps = self._backend, self._team, self._eps
         assert backend is not None, "attach() comes before forward()"
         clock, spent = time.perf_counter, 0.0

@@ -15,6 +15,7 @@ from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
+from pagedcli.core.devices import HOST
 from pagedcli.core.errors import CannotRunError
 from pagedcli.execution.seals import SEAL, broken, seal
 
@@ -172,7 +173,7 @@ def _convert(file: Path, out: Path) -> None:
 
     try:
         check_room(f"cannot convert {file}: its weights in fp32, of which all are held at once", _fp32_bytes(file),
-                   torch.device("cpu"), _MEMORY_WAY_OUT)
+                   HOST, _MEMORY_WAY_OUT)
         with quiet_transformers(), redirect_stderr(io.StringIO()):  # its progress bar knows no other way to be quiet
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
             model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)

@@ -28,8 +28,9 @@ class Coefficients:
     kv_efficiency: memory bandwidth while cached keys and values are read. attention_efficiency: tensor throughput of
     prompt attention. step_seconds: software a step; layer_seconds: launches a layer; sequence_seconds: a sequence in
     the step (sampling, bookkeeping); token_seconds: a computed token. allreduce_seconds: latency of one
-    all-reduce per doubling of devices (two a layer). copy_seconds: one block copied on the device. swap_efficiency:
-    host bandwidth while blocks are swapped. swap_copy_seconds: one transfer of a block's keys or values of one layer.
+    all-reduce per doubling of devices (two a layer). link_efficiency: bandwidth between devices in an all-reduce.
+    copy_seconds: one block copied on the device. swap_efficiency: host bandwidth while blocks are swapped.
+    swap_copy_seconds: one transfer of a block's keys or values of one layer.
     prompt_seconds: a prompt or chunk in the step. block_overhead: what a block costs decode attention beyond its keys,
     in tokens' worth of reading (small blocks leave a GPU's threads idle, paper section 7.2).
     """
@@ -44,6 +45,7 @@ class Coefficients:
     token_seconds: float = 0.0
     prompt_seconds: float = 0.0
     allreduce_seconds: float = 0.0
+    link_efficiency: float = 1.0
     copy_seconds: float = 0.0
     swap_efficiency: float = 0.5
     swap_copy_seconds: float = 0.0

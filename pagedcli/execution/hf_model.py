@@ -10,12 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from pagedcli.attention.host_arrays import as_array
 from pagedcli.attention.interface import AttentionBackend, LayerSpec
 from pagedcli.core.errors import CannotRunError, PagedError
+from pagedcli.execution.decoder import Integers
 from pagedcli.execution.experts import tile_experts
 from pagedcli.execution.families import check_family
 from pagedcli.execution.flat_batch import ROW_TILE
@@ -56,7 +60,7 @@ class HFDecoder:
     def attach(self, backend: AttentionBackend) -> None:
         self._run = PagedRun(backend, self._layers)
 
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Integers, positions: Integers, rows: Integers) -> torch.Tensor:
         assert self._run is not None, "attach() comes before forward()"
         self._run.start()
         with running(self._run):
@@ -64,17 +68,17 @@ class HFDecoder:
         self._run.finish()
         return logits
 
-    def eager(self, ids: torch.Tensor) -> torch.Tensor:
+    def eager(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Logits [B, T, vocab_size] of a dense batch by the model's own attention: the judge of the probe."""
         self.module.config._attn_implementation = "eager"
         try:
-            out: torch.Tensor = self.module(input_ids=ids.to(self.device), use_cache=False).logits
-            return out
+            out: torch.Tensor = self.module(input_ids=torch.as_tensor(ids, device=self.device), use_cache=False).logits
+            return as_array(out.float().cpu())
         finally:
             self.module.config._attn_implementation = HOOK_NAME
 
-    def _call(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        ids, positions, rows = ids.to(self.device), positions.to(self.device), rows.to(self.device)
+    def _call(self, ids: Integers, positions: Integers, rows: Integers) -> torch.Tensor:
+        ids, positions, rows = (torch.as_tensor(item, device=self.device) for item in (ids, positions, rows))
         extra = {"logits_to_keep": rows} if self._slices_logits else {}
         # With use_cache off no layer has a cache to fill, so ours is the only one; without attention_mask and with a
         # name that has no mask function, no mask is made.

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from sys import modules
+from typing import Any
 
-import torch
-
+from pagedcli.core.devices import Device
 from pagedcli.core.errors import CannotRunError
 from pagedcli.core.wording import counted
 
@@ -24,10 +25,12 @@ _SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "Cannot
 GROUP = Path("/sys/fs/cgroup")
 
 
-def free_memory(device: torch.device) -> int:
+def free_memory(device: Device) -> int:
     """Bytes free for this process: on a CPU the least of the machine's and of the control group's."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        import torch
+
+        return int(torch.cuda.mem_get_info(device.index)[0])
     return min([_available_memory(), *_free_in_group(GROUP)])
 
 
@@ -64,12 +67,13 @@ def _available_memory() -> int:
 
 def is_out_of_memory(fault: BaseException) -> bool:
     """Whether an allocation failed, whoever made it."""
-    if isinstance(fault, (MemoryError, torch.OutOfMemoryError)):
+    torch: Any = modules.get("torch")  # where it is not in use, none of its errors is about
+    if isinstance(fault, MemoryError) or (torch is not None and isinstance(fault, torch.OutOfMemoryError)):
         return True
     return isinstance(fault, RuntimeError) and any(sign in str(fault) for sign in _SIGNS)
 
 
-def check_room(what: str, size: int, device: torch.device, way_out: str) -> None:
+def check_room(what: str, size: int, device: Device, way_out: str) -> None:
     """CannotRunError when `what`, of `size` bytes, is more than the device has free; `way_out` says what to do.
 
     A GPU is not asked: it refuses by itself, at once, and knows better what its allocator can use again.
@@ -83,7 +87,7 @@ def check_room(what: str, size: int, device: torch.device, way_out: str) -> None
 
 
 @contextmanager
-def holding(what: str, device: torch.device, way_out: str, size: int = 0) -> Iterator[None]:
+def holding(what: str, device: Device, way_out: str, size: int = 0) -> Iterator[None]:
     """While `what` is made: CannotRunError when `size` bytes or anything allocated inside does not fit."""
     if size:
         check_room(what, size, device, way_out)

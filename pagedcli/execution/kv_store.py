@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import torch
+import numpy as np
 
+from pagedcli.attention.host_arrays import HOST_DTYPES, lazy_zeros, words_of
 from pagedcli.attention.interface import KVLayout
 from pagedcli.core.config import CacheConfig
+from pagedcli.core.devices import HOST, Device
 from pagedcli.core.errors import CannotRunError
 from pagedcli.core.wording import counted
 from pagedcli.execution.host_memory import check_room, free_memory, holding
+from pagedcli.execution.placement import torch_dtype
 
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
-    "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2,
-}
 CPU_MEMORY_SHARE = 0.4
 """Share of the memory free now that a pool on the CPU takes when no size is given."""
 MAX_DEFAULT_TOKENS = 1 << 20
@@ -28,16 +26,16 @@ millions of blocks, and each block costs its keeper a few bytes and microseconds
 POOL_WAY_OUT = "Lower --num-kv-blocks or --kv-cache-memory"
 
 Moves = Sequence[tuple[int, int]]
+Zeros = Callable[[tuple[int, int], Any], Any]
+"""Makes zeros of a shape and a dtype."""
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The short name (`bf16`) of a torch dtype."""
-    return next(name for name, value in TORCH_DTYPES.items() if value is dtype and name != "fp8")
-
-
-def kv_dtype(wanted: str, model_dtype: torch.dtype) -> torch.dtype:
-    """The cache's dtype; `auto` is the model's own."""
-    return model_dtype if wanted == "auto" else TORCH_DTYPES[wanted]
+def kv_dtype(wanted: str, model_dtype: Any) -> Any:
+    """The cache's dtype, numpy's or torch's as the model's is; `auto` is the model's own."""
+    if wanted == "auto":
+        return model_dtype
+    name = "fp8_e4m3" if wanted == "fp8" else wanted
+    return HOST_DTYPES[name] if isinstance(model_dtype, np.dtype) else torch_dtype(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ class Room:
     way_out: str
 
 
-def size_pool(layout: KVLayout, dtype: torch.dtype, cache: CacheConfig, device: torch.device,
+def size_pool(layout: KVLayout, dtype: Any, cache: CacheConfig, device: Device,
               max_positions: int, room: Room | None = None) -> PoolSize:
     """How many blocks to hold: as given, by bytes, all of the `room` that was measured, or a share of free memory.
 
@@ -79,7 +77,7 @@ def _named(blocks: int, block_bytes: int) -> str:
     return f"{counted(blocks, 'KV block')} of {block_bytes:,} bytes"
 
 
-def _device_blocks(layout: KVLayout, block_bytes: int, cache: CacheConfig, device: torch.device, max_positions: int,
+def _device_blocks(layout: KVLayout, block_bytes: int, cache: CacheConfig, device: Device, max_positions: int,
                    room: Room | None) -> tuple[int, str]:
     """Blocks of the pool, and where their number came from."""
     if cache.num_blocks is not None:
@@ -113,7 +111,7 @@ def _host_blocks(swap_space: int, block_bytes: int, block_size: int, pool: int) 
     shrinks to what the host has free beside the `pool` bytes of a CPU's pool; any other that does not fit is a
     CannotRunError."""
     blocks = min(swap_space // block_bytes, MAX_DEFAULT_TOKENS // block_size)
-    free = max(0, free_memory(torch.device("cpu")) - pool)
+    free = max(0, free_memory(HOST) - pool)
     if blocks * block_bytes > free:
         if swap_space != CacheConfig().swap_space:
             raise CannotRunError(f"--swap-space = {swap_space:,} bytes: host memory has {free:,} free beside the KV "
@@ -123,26 +121,26 @@ def _host_blocks(swap_space: int, block_bytes: int, block_size: int, pool: int) 
 
 
 class KVStore:
-    """`pool`: [num_blocks, block_elements] on the device, zeroed. The host pool exists from the first swap on.
+    """`pool`: [num_blocks, block_elements] on the device, zeroed: an array for a numpy dtype, else a tensor. The host
+    pool exists from the first swap on.
 
     A block is one contiguous run over all layers, so each move below is of whole rows, whatever the block size (the
     paper's artefact makes one small copy per layer and block). Swaps here are between two pools in host memory; a
     GPU's are in cuda_store.
     """
 
-    def __init__(self, layout: KVLayout, dtype: torch.dtype, size: PoolSize, device: torch.device) -> None:
+    def __init__(self, layout: KVLayout, dtype: Any, size: PoolSize, device: Device) -> None:
         self.layout = layout
         self.dtype = dtype
         self.size = size
-        self._host: torch.Tensor | None = None
-        self.pool = self._allocate(size.num_blocks, device, pinned=False, checked=False, way_out=POOL_WAY_OUT)
+        self._host: Any = None
+        self.pool = self._allocate(size.num_blocks, device, self._zeros_on(device), size.block_bytes, POOL_WAY_OUT)
 
     def copy(self, moves: Moves) -> None:
         """Copy whole blocks within the pool; all sources are read before any destination is written."""
         if moves:
-            source, target = self._indices(moves, self.pool.device)
-            raw = _bits(self.pool)
-            raw.index_copy_(0, target, raw.index_select(0, source))
+            pairs, raw = np.array(moves, np.int64), words_of(self.pool)
+            raw[pairs[:, 1]] = raw[pairs[:, 0]]
 
     def swap_out(self, moves: Moves) -> None:
         """Copy (device block, host block) pairs to host memory."""
@@ -156,58 +154,33 @@ class KVStore:
 
     def close(self) -> None:
         """Give both pools back."""
-        self.pool = self.pool.new_empty(0)
+        self.pool = lazy_zeros((0, 0), self.dtype)
         self._host = None
 
-    def _host_pool(self) -> torch.Tensor:
+    def _host_pool(self) -> Any:
         if self._host is None:
-            pinned = self.pool.is_cuda
-            # Unpinned pages cost nothing until blocks are swapped to them, and size_pool found room for them before
+            # Its pages cost nothing until blocks are swapped to them, and size_pool found room for them before
             # the pool's own pages were touched: what is free by now says nothing against it.
-            self._host = self._allocate(self.size.host_blocks, torch.device("cpu"), pinned=pinned, checked=not pinned,
-                                        way_out="Lower --swap-space")
+            self._host = self._allocate(self.size.host_blocks, HOST, lazy_zeros, 0, "Lower --swap-space")
         return self._host
 
-    def _allocate(self, blocks: int, device: torch.device, *, pinned: bool, checked: bool,
-                  way_out: str) -> torch.Tensor:
+    def _zeros_on(self, device: Device) -> Zeros:
+        """What makes a pool there."""
+        assert device.type == "cpu", "a GPU's pool is made by cuda_store"
+        return lazy_zeros
+
+    def _allocate(self, blocks: int, device: Device, make: Zeros, checked_bytes: int, way_out: str) -> Any:
+        """A pool of so many blocks, of which each is checked to have so many bytes free before it is made."""
         shape = (blocks, self.layout.block_elements)
-        size = 0 if checked else blocks * self.size.block_bytes
-        with holding(_named(blocks, self.size.block_bytes), device, way_out, size):
+        with holding(_named(blocks, self.size.block_bytes), device, way_out, blocks * checked_bytes):
             try:
-                if device.type == "cpu" and not pinned:
-                    return lazy_zeros(shape, self.dtype)
-                return torch.zeros(shape, dtype=self.dtype, device=device, pin_memory=pinned)
+                return make(shape, self.dtype)
             except (OSError, OverflowError) as fault:  # the system's refusal of a mapping
                 raise MemoryError from fault
 
-    @staticmethod
-    def _indices(moves: Moves, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        pairs = torch.tensor(moves, dtype=torch.int64)
-        return pairs[:, 0].to(device), pairs[:, 1].to(device)
 
-
-def lazy_zeros(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on a page boundary of the host, whose pages the system makes when they are first touched.
-
-    torch.zeros writes its zeros at once, which takes seconds for a pool of some gigabytes, most of it never used.
-    """
-    count = shape[0] * shape[1]
-    if count == 0:
-        return torch.zeros(shape, dtype=dtype)
-    memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # not every kernel has huge pages; they only save time
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
-
-
-def _copy_rows(target: torch.Tensor, source: torch.Tensor, moves: Moves) -> None:
+def _copy_rows(target: Any, source: Any, moves: Moves) -> None:
     """target[b] = source[a] for each (a, b), both in host memory: one pass, where a gather and a scatter are two."""
-    there, here = _bits(target).numpy(), _bits(source).numpy()
+    there, here = words_of(target), words_of(source)
     for a, b in moves:
         there[b] = here[a]
-
-
-def _bits(pool: torch.Tensor) -> torch.Tensor:
-    """The pool as integers of its element size: gathers and scatters are not defined for every float type."""
-    return pool.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[pool.element_size()])

@@ -13,14 +13,16 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import Any
 
-import torch
+import numpy as np
 from llvmlite import binding, ir
 from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
 from pagedcli.attention.cpu_intrinsics import call, fetch_add, load_i64
 from pagedcli.attention.cpu_vectors import BYTES, F32, I32, I64, LANES, Emit, routine
+from pagedcli.attention.host_arrays import aligned_copy, words_of
 from pagedcli.attention.kept_code import kept_cfunc
 
 COLUMNS = 64
@@ -34,7 +36,7 @@ AHEAD = 2048
 """How far before use weights are asked for; a group read for the first time comes from memory."""
 LOG2E = 1.4426950408889634
 
-KINDS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+KINDS = ("bf16", "fp32")
 EPILOGUES = ("store", "wide", "add", "gate")
 """What becomes of the sums: rounded to the weights' type and stored; stored in float32; added to the float32 that is
 there; or, of 32 gates and 32 ups, silu(gate) * up rounded and stored."""
@@ -45,16 +47,17 @@ there; or, of 32 gates and 32 ups, silu(gate) * up rounded and stored."""
 WORDS = 16
 
 
-def lacks(dtype: torch.dtype) -> str | None:
-    """None when these kernels run here for this type and nothing else on this processor is known to be faster."""
+def lacks(dtype: str) -> str | None:
+    """None when these kernels run here for the type that `dtype` names and nothing else on this processor is known to
+    be faster."""
     if dtype not in KINDS:
         return f"no {dtype} products"
     features = binding.get_host_cpu_features()
     if not features.get("avx512f", False):
         return "no 512-bit vectors"
-    if dtype == torch.bfloat16 and not features.get("avx512bf16", False):
+    if dtype == "bf16" and not features.get("avx512bf16", False):
         return "no bfloat16 instructions"
-    if dtype == torch.bfloat16 and features.get("amx-bf16", False):
+    if dtype == "bf16" and features.get("amx-bf16", False):
         return "matrix units (AMX), which oneDNN uses"
     return None
 
@@ -69,23 +72,25 @@ def padded(width: int, multiple: int = COLUMNS) -> int:
     return -(-width // multiple) * multiple
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
+def pack(weight: NDArray[Any]) -> NDArray[Any]:
     """[N, K] -> the groups' steps, N padded to a multiple of 64 by zeros. K is even in bfloat16."""
     rows, width = weight.shape
+    words = words_of(np.ascontiguousarray(weight))  # whole elements are moved, whatever they are
     if padded(rows) != rows:
-        weight = torch.cat([weight, weight.new_zeros(padded(rows) - rows, width)])
-    if weight.dtype == torch.float32:
-        return weight.view(-1, COLUMNS, width).transpose(1, 2).contiguous()
-    return weight.view(-1, COLUMNS, width // 2, 2).transpose(1, 2).contiguous()
+        words = np.concatenate([words, np.zeros((padded(rows) - rows, width), words.dtype)])
+    pair = (2,) if weight.itemsize == 2 else ()
+    steps = words.reshape(-1, COLUMNS, width // (2 if pair else 1), *pair)
+    return aligned_copy(steps.swapaxes(1, 2)).view(weight.dtype)
 
 
-def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def gated(gate: NDArray[Any], up: NDArray[Any]) -> NDArray[Any]:
     """Gate and up weights [N, K] in one [2 N, K], each group 32 gates and their 32 ups; N padded by zeros."""
     half = COLUMNS // 2
     rows, width = gate.shape
     extra = padded(rows, half) - rows
-    parts = [torch.cat([part, part.new_zeros(extra, width)]).view(-1, half, width) for part in (gate, up)]
-    return torch.stack(parts, dim=1).reshape(-1, width)
+    parts = [np.concatenate([part, np.zeros((extra, width), part.dtype)]).reshape(-1, half, width)
+             for part in (gate, up)]
+    return np.stack(parts, axis=1).reshape(-1, width)
 
 
 def _multiply(emit: Emit, kind: str, total: Any, given: Any, weight: Any) -> Any:

@@ -7,45 +7,48 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
+from pagedcli.attention.cpu_team import threads
+from pagedcli.attention.host_arrays import inference_mode
 from pagedcli.attention.interface import AttentionBackend, KVLayout
 from pagedcli.core.config import CacheConfig, ModelConfig, SchedulerConfig
+from pagedcli.core.devices import Device
+from pagedcli.core.dtypes import dtype_name
 from pagedcli.core.errors import CannotRunError
 from pagedcli.core.wording import counted
 from pagedcli.execution.decoder import Decoder
 from pagedcli.execution.device_path import DevicePath, LargestStep, device_path
 from pagedcli.execution.families import position_limit
-from pagedcli.execution.fused_decoder import FusedDecoder, unfusable, widens
 from pagedcli.execution.gguf_cache import check_conversion
 from pagedcli.execution.host_memory import WEIGHTS_WAY_OUT, holding
 from pagedcli.execution.interface import ExecutorInfo, ExecutorLimits
-from pagedcli.execution.kv_store import PoolSize, Room, dtype_name, kv_dtype, size_pool
+from pagedcli.execution.kv_store import PoolSize, Room, kv_dtype, size_pool
 from pagedcli.execution.linear_kernels import lacks
 from pagedcli.execution.model_hub import ModelSource
-from pagedcli.execution.native_decoder import NativeDecoder, not_native
-from pagedcli.execution.native_weights import pack_weights
+from pagedcli.execution.native_decoder import NATIVE, NativeDecoder
 from pagedcli.execution.packed_copy import PackedCopy, drop_copy, find_copy, keep_copy
-from pagedcli.execution.placement import pick_device, pick_dtype, set_threads
+from pagedcli.execution.placement import pick_device, pick_dtype, set_threads, torch_device, torch_dtype
 from pagedcli.execution.probe import LOGIT_ROWS, Judged, probe
 from pagedcli.execution.torch_executor import TorchExecutor
 
-if TYPE_CHECKING:  # it imports transformers, which a start from a packed copy does without
+if TYPE_CHECKING:  # these import torch and transformers, which a start from a packed copy does without
+    import torch
+
     from pagedcli.execution.hf_model import HFDecoder
 
 LOGIT_COPIES = 3
 """Of the trial's logits that are held at once in float32: the model's own, ours, and their difference."""
-NATIVE = "one native program for this CPU"
-
 
 class ModelSplit(Protocol):
     """Cuts a whole model to the part that one of several ranks runs (see tensor_parallel.py)."""
 
-    def device(self, device: torch.device) -> torch.device: ...
+    def device(self, device: Device) -> torch.device: ...
 
     def apply(self, decoder: HFDecoder, device: torch.device, name: str) -> HFDecoder: ...
 
-    def size_pool(self, layout: KVLayout, dtype: torch.dtype, cache: CacheConfig, device: torch.device,
+    def size_pool(self, layout: KVLayout, dtype: Any, cache: CacheConfig, device: Device,
                   max_positions: int, room: Room | None = None) -> PoolSize: ...
 
 
@@ -60,18 +63,6 @@ class _Model:
     notes: tuple[str, ...] = ()
 
 
-def choose_decoder(decoder: HFDecoder, backend: AttentionBackend) -> tuple[Callable[[HFDecoder, int], Decoder], str]:
-    """What makes the decoder to run from (the loaded one, most positions), the fastest that can, and what it is."""
-    unfused = unfusable(decoder)
-    if unfused is not None:
-        return lambda own, _: own, f"transformers' own modules ({unfused})"
-    slower = not_native(decoder, backend)
-    if slower is not None:
-        how = "products by oneDNN" + (" in fp32, rounded to bf16" if widens(decoder.dtype) else "")
-        return FusedDecoder, f"fused, {how} ({slower})"
-    return lambda own, most: NativeDecoder(pack_weights(own), most), NATIVE
-
-
 def load_executor(source: ModelSource, model: ModelConfig, cache: CacheConfig, split: ModelSplit | None = None, *,
                   step: SchedulerConfig | None = None) -> TorchExecutor:
     """Load the model of `source`, try it against eager attention, make its pool and compile its kernels.
@@ -80,7 +71,7 @@ def load_executor(source: ModelSource, model: ModelConfig, cache: CacheConfig, s
     model_hub, hf_model, probe, kv_store). `split` makes it one rank's part of a model. `step` bounds the steps that
     will be asked for, which is what a GPU's pool leaves room for. Packed weights are kept on disk for the next start
     where the native program runs them (see packed_copy).
-    `model.threads` sets torch's thread count for the whole process.
+    `model.threads` sets the thread count of the whole process. A start from a packed copy does not import torch.
     """
     started = time.perf_counter()
     device = pick_device(model.device, model.attention_backend)
@@ -110,8 +101,8 @@ class _Maker:
     cache: CacheConfig
     split: ModelSplit | None
     step: SchedulerConfig | None
-    device: torch.device
-    dtype: torch.dtype
+    device: Device
+    dtype: str
     started: float
 
     @property
@@ -131,18 +122,25 @@ class _Maker:
         return self._finish(model, path, path.backend(self.backend_name))
 
     def from_files(self) -> TorchExecutor:
+        import torch
+
+        from pagedcli.execution.decoder_choice import choose_decoder
         from pagedcli.execution.hf_model import load_config, load_decoder
 
+        if self.model.threads is not None:
+            set_threads(self.model.threads)  # again, now that torch is there
         trust = self.model.trust_remote_code
         config = load_config(self.source, trust_remote_code=trust)
         position_limit(config.to_dict(), self.model.max_model_len)  # refuses before weights are read
         if self.source.folder is not None:
             check_conversion(self.source.folder)
-        first = self.device if self.split is None else torch.device("cpu")  # a whole model may not fit one device
-        decoder = load_decoder(self.source, config, self.dtype, first, trust_remote_code=trust, seed=self.model.seed)
+        device = torch_device(self.device)
+        first = device if self.split is None else torch.device("cpu")  # a whole model may not fit one device
+        decoder = load_decoder(self.source, config, torch_dtype(self.dtype), first, trust_remote_code=trust,
+                               seed=self.model.seed)
         with torch.inference_mode():
             if self.split is not None:
-                decoder = self.split.apply(decoder, self.device, self.source.name)
+                decoder = self.split.apply(decoder, device, self.source.name)
             path = device_path(self.device, self.model, graphs=self.split is None)
             backend = path.backend(self.backend_name)
             refine, layers = choose_decoder(decoder, backend)
@@ -153,8 +151,8 @@ class _Maker:
         loaded_at = time.perf_counter()
         cache, own, name = self.cache, model.own, self.source.name
         max_positions, position_note = position_limit(model.config, self.model.max_model_len)
-        with torch.inference_mode():
-            cache_dtype = kv_dtype(cache.dtype, self.dtype)
+        with inference_mode():
+            cache_dtype = kv_dtype(cache.dtype, own.dtype)
             layout = KVLayout(own.specs, cache.block_size)
             with holding(f"the trial of {name} at load, {LOGIT_ROWS} rows of {counted(own.vocab_size, 'logit')}",
                          self.device, WEIGHTS_WAY_OUT, LOGIT_COPIES * LOGIT_ROWS * 4 * own.vocab_size):
@@ -182,8 +180,8 @@ class _Maker:
                  f"attention probe: relative error {trial.error:.2g} against eager", f"layers: {model.layers}",
                  *model.notes, *(note for note in (kept, position_note) if note)]
         info = ExecutorInfo(
-            model=name, device=self.device.type, dtype=dtype_name(self.dtype), kv_dtype=dtype_name(cache_dtype),
-            attention=self.backend_name, threads=torch.get_num_threads(), notes=tuple(notes),
+            model=name, device=self.device.type, dtype=self.dtype, kv_dtype=dtype_name(cache_dtype),
+            attention=self.backend_name, threads=threads(), notes=tuple(notes),
             load_seconds={"load": loaded_at - self.started + kept_at - probed_at, "compile": trial.compile_seconds,
                           "probe": trial.seconds, "pool": time.perf_counter() - kept_at})
         return TorchExecutor(trial.decoder, backend, store, steps, limits, info)
@@ -193,7 +191,7 @@ class _Maker:
         with holding(f"{self.source.name}: packing its weights", self.device, WEIGHTS_WAY_OUT):
             return model.refine(own, max_positions)
 
-    def _keep(self, model: _Model, decoder: Decoder, judged: torch.Tensor) -> str | None:
+    def _keep(self, model: _Model, decoder: Decoder, judged: NDArray[np.float32]) -> str | None:
         """Keep a packed copy of weights that came from the model's own files; a note on it."""
         if not self.keeps or isinstance(model.own, PackedCopy) or not isinstance(decoder, NativeDecoder):
             return None

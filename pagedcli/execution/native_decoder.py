@@ -9,43 +9,27 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
 from pagedcli.attention.cpu import CpuBackend
 from pagedcli.attention.cpu_program import AttentionProgram, Rows
-from pagedcli.attention.cpu_team import Team
+from pagedcli.attention.cpu_team import Team, threads
+from pagedcli.attention.host_arrays import address, aligned_zeros
 from pagedcli.attention.interface import AttentionBackend
+from pagedcli.core.devices import HOST
+from pagedcli.core.dtypes import dtype_name
 from pagedcli.execution import linear_kernels as linear
-from pagedcli.execution.fused_decoder import unfusable
 from pagedcli.execution.native_program import Program
 from pagedcli.execution.native_weights import LayerWeights, NativeWeights, Packed
 from pagedcli.execution.row_team import compiled, float_bits, rotary_table
 
-if TYPE_CHECKING:
-    from pagedcli.execution.hf_model import HFDecoder
-
+NATIVE = "one native program for this CPU"
+"""What reports call it."""
 ROOM = 256
 """Buffers grow by multiples of this many rows."""
-
-
-def not_native(decoder: HFDecoder, backend: AttentionBackend) -> str | None:
-    """None when the decoder can run as a native program over this backend, else the reason that it cannot."""
-    reason = unfusable(decoder) or linear.lacks(decoder.dtype)
-    if reason is not None:
-        return reason
-    if not isinstance(backend, CpuBackend):
-        return f"the {backend.name} attention backend"
-    config: Any = decoder.module.config
-    if any(hasattr(layer.self_attn.o_proj, "combine") for layer in decoder.module.model.layers):
-        return "layers split among ranks"
-    if config.hidden_size % 2 or config.intermediate_size % 2:
-        return "odd widths"
-    if len({(spec.heads, spec.kv_heads, spec.value_dim) for spec in decoder.specs}) > 1:
-        return "layers of several shapes"
-    return None
 
 
 class Product:
@@ -54,7 +38,7 @@ class Product:
     def __init__(self, packed: Packed, epilogue: str) -> None:
         self.columns = packed.columns
         self._packed, self._epilogue = packed, epilogue
-        self._fill = linear.build_tiles(linear.KINDS[packed.weights.dtype], epilogue)
+        self._fill = linear.build_tiles(dtype_name(packed.weights.dtype), epilogue)
         self._tiles = np.zeros(linear.TILE_ROWS + 1, np.int64)
         self._fill.ctypes(self._tiles.ctypes.data)
 
@@ -64,8 +48,8 @@ class Product:
         cell = weights.itemsize
         kept = {"store": linear.COLUMNS * cell, "gate": linear.COLUMNS // 2 * cell, "add": linear.COLUMNS * 4,
                 "wide": linear.COLUMNS * 4}
-        return (x, weights.data_ptr(), out, width * cell // 4, self.columns // linear.COLUMNS,
-                self._packed.bias.data_ptr(), x_stride, out_stride, kept[self._epilogue],
+        return (x, address(weights), out, width * cell // 4, self.columns // linear.COLUMNS,
+                address(self._packed.bias), x_stride, out_stride, kept[self._epilogue],
                 int(self._tiles.ctypes.data), linear.block_rows(width * cell))
 
 
@@ -86,7 +70,7 @@ class NativeDecoder:
     def __init__(self, weights: NativeWeights, max_positions: int) -> None:
         self.weights = weights
         self.specs, self.vocab_size = weights.specs, weights.vocab_size
-        self.dtype, self.device = weights.dtype, torch.device("cpu")
+        self.dtype, self.device = weights.dtype, HOST
         self._head = Product(weights.head, "wide")
         self._table = rotary_table(weights.inv_freq, weights.rotary_scale, max_positions)
         self._layers = [LayerProducts(layer) for layer in weights.layers]
@@ -113,81 +97,81 @@ class NativeDecoder:
         assert isinstance(backend, CpuBackend)
         self._backend, self._room = backend, 0
 
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: NDArray[np.int64], positions: NDArray[np.int64],
+                rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """See `Decoder.forward`; the logits hold until the next call."""
         began = time.perf_counter()
         if max(len(ids), len(rows)) > self._room:
             self._build(-(-max(len(ids), len(rows)) // ROOM) * ROOM)
-        threads = torch.get_num_threads()
+        many = threads()
         logits = self._logits[:len(rows)]
         blocks = self._blocks
         blocks[:, 0], blocks[-3:, 0] = len(ids), len(rows)
-        blocks[:, 1] = np.maximum(blocks[:, 0] // (4 * threads), 1)
+        blocks[:, 1] = np.maximum(blocks[:, 0] // (4 * many), 1)
         blocks[:, 2] = 0
-        blocks[0, 3] = ids.data_ptr()
-        blocks[self._turning, 4] = positions.data_ptr()
-        blocks[-3, 3] = rows.data_ptr()
-        blocks[-1, linear.OUT] = logits.data_ptr()
+        blocks[0, 3] = address(ids)
+        blocks[self._turning, 4] = address(positions)
+        blocks[-3, 3] = address(rows)
+        blocks[-1, linear.OUT] = address(logits)
         self._attention.refresh()
-        self._program.run(threads)
+        self._program.run(many)
         self._seconds = time.perf_counter() - began
-        return logits if self._head.columns == self.vocab_size else logits[:, :self.vocab_size].contiguous()
+        return logits if self._head.columns == self.vocab_size else np.ascontiguousarray(logits[:, :self.vocab_size])
 
     def _build(self, room: int) -> None:
         """Buffers for `room` rows, and the program over them."""
         assert self._backend is not None, "attach() comes before forward()"
-        cell, spec, dtype, weights, hidden = (self.dtype.itemsize, self.specs[0], self.dtype, self.weights,
-                                              self.weights.hidden)
+        cell, spec, weights, hidden = self.dtype.itemsize, self.specs[0], self.weights, self.weights.hidden
+        dtype, wide_dtype = self.dtype, np.dtype(np.float32)
         wide = linear.padded(hidden)
         mixed_wide = spec.heads * spec.value_dim
         qkv_wide = self._layers[0].qkv.columns
         inner_wide = self._layers[0].gate_up.columns // 2
         residual, normed, qkv, mixed, active, last, last_normed = self._buffers = [
-            torch.zeros(room, width, dtype=kind)
-            for width, kind in ((wide, torch.float32), (wide, dtype), (qkv_wide, dtype), (mixed_wide, dtype),
-                                (inner_wide, dtype), (wide, torch.float32), (wide, dtype))]
-        q, k, v = (Rows(qkv.data_ptr() + first * spec.key_dim * cell, qkv_wide * cell)
+            aligned_zeros((room, width), kind)
+            for width, kind in ((wide, wide_dtype), (wide, dtype), (qkv_wide, dtype), (mixed_wide, dtype),
+                                (inner_wide, dtype), (wide, wide_dtype), (wide, dtype))]
+        q, k, v = (Rows(address(qkv) + first * spec.key_dim * cell, qkv_wide * cell)
                    for first in (0, spec.heads, spec.heads + spec.kv_heads))
-        self._attention = AttentionProgram(self._backend, self.specs, dtype, q, k, v,
-                                           Rows(mixed.data_ptr(), mixed_wide * cell))
+        self._attention = AttentionProgram(self._backend, self.specs, dtype_name(dtype), q, k, v,
+                                           Rows(address(mixed), mixed_wide * cell))
         words: list[tuple[int, ...]] = []
         order: list[tuple[str, int]] = []
 
-        def row_op(label: str, name: str, *given: int, kind: torch.dtype | None = None) -> None:
-            order.append((label, compiled(name, kind or dtype).address))
+        def row_op(label: str, name: str, *given: int, kind: np.dtype[Any] = dtype) -> None:
+            order.append((label, compiled(name, dtype_name(kind)).address))
             words.append((0, 0, 0, *given))
 
-        def norm(weight: torch.Tensor, here: torch.Tensor, there: torch.Tensor) -> None:
-            row_op("norm", "norm of stream", here.data_ptr(), 0, weight.data_ptr(), there.data_ptr(), hidden,
+        def norm(weight: NDArray[Any], here: NDArray[Any], there: NDArray[Any]) -> None:
+            row_op("norm", "norm of stream", address(here), 0, address(weight), address(there), hidden,
                    float_bits(weights.eps), wide, wide)
 
-        def product(label: str, made: Product, x: torch.Tensor, out: torch.Tensor | None) -> None:
+        def product(label: str, made: Product, x: NDArray[Any], out: NDArray[Any] | None) -> None:
             order.append((label, self._product.address))
-            words.append((0, 0, 0, *made.arguments(x.data_ptr(), x.stride(0) * cell, 0 if out is None else
-                                                   out.data_ptr(), made.columns * 4 if out is None else
-                                                   out.stride(0) * out.itemsize)))
+            there, stride = (0, made.columns * 4) if out is None else (address(out), out.strides[0])
+            words.append((0, 0, 0, *made.arguments(address(x), x.strides[0], there, stride)))
 
         if weights.embedding is None:  # the head's weights, where they lie packed
-            row_op("embedding", "unpack to stream", 0, weights.head.weights.data_ptr(), residual.data_ptr(), hidden,
+            row_op("embedding", "unpack to stream", 0, address(weights.head.weights), address(residual), hidden,
                    linear.COLUMNS, wide)
         else:
-            row_op("embedding", "take to stream", 0, weights.embedding.data_ptr(), residual.data_ptr(), hidden,
+            row_op("embedding", "take to stream", 0, address(weights.embedding), address(residual), hidden,
                    hidden, wide)
         turning = []
         for number, layer in enumerate(self._layers):
             norm(layer.norm_in, residual, normed)
             product("qkv", layer.qkv, normed, qkv)
             turning.append(len(words))
-            row_op("rope", "rope", qkv.data_ptr(), 0, self._table.data_ptr(),
-                   0 if layer.head_norms is None else layer.head_norms.data_ptr(), qkv_wide, float_bits(weights.eps),
+            row_op("rope", "rope", address(qkv), 0, address(self._table),
+                   0 if layer.head_norms is None else address(layer.head_norms), qkv_wide, float_bits(weights.eps),
                    spec.heads + spec.kv_heads, spec.key_dim, spec.heads, self._table.shape[0])
             order += [("write", -number - 1), ("attention", -number - 1)]
             product("out", layer.out, mixed, residual)
             norm(layer.norm_mid, residual, normed)
             product("gate_up", layer.gate_up, normed, active)
             product("down", layer.down, active, residual)
-        row_op("last rows", "take", 0, residual.data_ptr(), last.data_ptr(), hidden, wide, wide,
-               kind=torch.float32)
+        row_op("last rows", "take", 0, address(residual), address(last), hidden, wide, wide,
+               kind=wide_dtype)
         norm(weights.norm, last, last_normed)
         product("head", self._head, last_normed, None)
         self._turning = np.array(turning)
@@ -203,7 +187,7 @@ class NativeDecoder:
         self._names = [label for label, _ in order]
         self._attending = np.flatnonzero([label in ("attention", "write") for label in self._names])
         self._program = Program(self._team, operations)
-        self._logits = torch.empty(room, self._head.columns)
+        self._logits = aligned_zeros((room, self._head.columns), np.float32)
         self._room = room
 
 

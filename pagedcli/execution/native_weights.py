@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
+from pagedcli.attention.host_arrays import aligned_copy, aligned_zeros, as_array
 from pagedcli.attention.interface import LayerSpec
 from pagedcli.execution import linear_kernels as linear
 
@@ -21,8 +23,8 @@ class Packed:
     """One product's weights in groups (see linear_kernels.pack) and its bias, float32, zeros where there is none.
     `width`: input elements."""
 
-    weights: torch.Tensor
-    bias: torch.Tensor
+    weights: NDArray[Any]
+    bias: NDArray[np.float32]
     width: int
 
     @property
@@ -30,21 +32,21 @@ class Packed:
         return len(self.bias)
 
 
-def pack_product(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Packed:
-    """[N, K] and [N] as the kernels want them, N padded to whole groups."""
-    padded_bias = torch.zeros(linear.padded(weight.shape[0]), dtype=torch.float32)
+def pack_product(weight: Any, bias: Any = None) -> Packed:
+    """[N, K] and [N], arrays or tensors, as the kernels want them, N padded to whole groups."""
+    padded_bias = aligned_zeros([linear.padded(weight.shape[0])], np.float32)
     if bias is not None:
-        padded_bias[:len(bias)] = bias
-    return Packed(linear.pack(weight), padded_bias, weight.shape[1])
+        padded_bias[:len(bias)] = as_array(bias)
+    return Packed(linear.pack(as_array(weight)), padded_bias, weight.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One layer. `head_norms`: [2, dim] for queries and keys, or None."""
 
-    norm_in: torch.Tensor
-    norm_mid: torch.Tensor
-    head_norms: torch.Tensor | None
+    norm_in: NDArray[Any]
+    norm_mid: NDArray[Any]
+    head_norms: NDArray[Any] | None
     qkv: Packed
     out: Packed
     gate_up: Packed
@@ -63,14 +65,14 @@ class NativeWeights:
     hidden: int
     eps: float
     rotary_scale: float
-    inv_freq: torch.Tensor
-    embedding: torch.Tensor | None
-    norm: torch.Tensor
+    inv_freq: NDArray[np.float32]
+    embedding: NDArray[Any] | None
+    norm: NDArray[Any]
     head: Packed
     layers: tuple[LayerWeights, ...]
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> np.dtype[Any]:
         return self.norm.dtype
 
 
@@ -78,18 +80,20 @@ def pack_layer(layer: Any) -> LayerWeights:
     """A module's weights, packed; the originals are let go, so that memory holds one copy of each."""
     attention, mlp = layer.self_attn, layer.mlp
     projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-    biases = [item.bias.detach() for item in projections if item.bias is not None]
-    norms = [getattr(attention, name).weight.detach() for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    biases = [as_array(item.bias) for item in projections if item.bias is not None]
+    norms = [as_array(getattr(attention, name).weight) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
     result = LayerWeights(
-        norm_in=_own(layer.input_layernorm.weight), norm_mid=_own(layer.post_attention_layernorm.weight),
-        head_norms=torch.stack(norms) if norms else None,
-        qkv=pack_product(torch.cat([item.weight.detach() for item in projections]),
-                         torch.cat(biases) if biases else None),
-        out=pack_product(attention.o_proj.weight.detach(), attention.o_proj.bias),
-        gate_up=pack_product(linear.gated(mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach())),
-        down=pack_product(mlp.down_proj.weight.detach(), mlp.down_proj.bias))
+        # Copies: views into the file of weights would keep all of it in memory.
+        norm_in=aligned_copy(layer.input_layernorm.weight),
+        norm_mid=aligned_copy(layer.post_attention_layernorm.weight),
+        head_norms=aligned_copy(np.stack(norms)) if norms else None,
+        qkv=pack_product(np.concatenate([as_array(item.weight) for item in projections]),
+                         np.concatenate(biases) if biases else None),
+        out=pack_product(attention.o_proj.weight, attention.o_proj.bias),
+        gate_up=pack_product(linear.gated(as_array(mlp.gate_proj.weight), as_array(mlp.up_proj.weight))),
+        down=pack_product(mlp.down_proj.weight, mlp.down_proj.bias))
     for item in (*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
-        item.weight = torch.nn.Parameter(item.weight.new_empty(0), requires_grad=False)
+        item.weight.data = item.weight.new_empty(0)
     return result
 
 
@@ -101,20 +105,20 @@ def pack_weights(source: HFDecoder) -> NativeWeights:
     result = NativeWeights(
         specs=source.specs, vocab_size=source.vocab_size, hidden=int(module.config.hidden_size),
         eps=float(module.config.rms_norm_eps),
-        rotary_scale=float(getattr(rotary, "attention_scaling", 1.0)), inv_freq=rotary.inv_freq.float().clone(),
-        embedding=None if tied else _own(embedding), norm=_own(module.model.norm.weight),
-        head=pack_product(head.weight.detach(), head.bias),
+        rotary_scale=float(getattr(rotary, "attention_scaling", 1.0)), inv_freq=aligned_copy(rotary.inv_freq.float()),
+        embedding=None if tied else aligned_copy(embedding), norm=aligned_copy(module.model.norm.weight),
+        head=pack_product(head.weight, head.bias),
         layers=tuple(pack_layer(layer) for layer in module.model.layers))
     _give_back()
     return result
 
 
-def tensors(weights: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor with its path of field names and layer numbers, in one order."""
+def tensors(weights: Any, prefix: str = "") -> Iterator[tuple[str, NDArray[Any]]]:
+    """Every array with its path of field names and layer numbers, in one order."""
     for field in fields(weights):
         value = getattr(weights, field.name)
         name = prefix + field.name
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, np.ndarray):
             yield name, value
         elif isinstance(value, Packed):
             yield from tensors(value, name + ".")
@@ -123,11 +127,11 @@ def tensors(weights: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]
                 yield from tensors(layer, f"{name}.{number}.")
 
 
-def rebuild(facts: Mapping[str, Any], found: Mapping[str, torch.Tensor]) -> NativeWeights:
+def rebuild(facts: Mapping[str, Any], found: Mapping[str, NDArray[Any]]) -> NativeWeights:
     """The inverse of `tensors`: weights from their tensors by name and `facts`, the numbers among the fields."""
     def product(name: str) -> Packed:
         weights = found[f"{name}.weights"]
-        width = weights.shape[1] * (weights.shape[3] if weights.dim() == 4 else 1)
+        width = weights.shape[1] * (weights.shape[3] if weights.ndim == 4 else 1)
         return Packed(weights, found[f"{name}.bias"], width)
 
     layers = tuple(LayerWeights(
@@ -147,8 +151,3 @@ def _give_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def _own(weight: torch.Tensor) -> torch.Tensor:
-    """A copy: a view into the file of weights would keep all of it in memory."""
-    return weight.detach().clone(memory_format=torch.contiguous_format)

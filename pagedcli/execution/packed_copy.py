@@ -1,4 +1,4 @@
-"""Packed weights kept on disk, so that later starts read them as they are needed, without transformers.
+"""Packed weights kept on disk, so that later starts read them as they are needed, without torch or transformers.
 
 A copy holds what the probe needs too: the logits of the model's own eager forward. So a start from a copy is tried
 against the model's own answer like any other; one that fails, or whose source has changed, is made anew.
@@ -18,16 +18,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from pagedcli import __version__
+from pagedcli.attention.host_arrays import HOST_DTYPES, lazy_zeros, words_of
+from pagedcli.core.devices import HOST
+from pagedcli.core.dtypes import dtype_name
 from pagedcli.execution.gguf_cache import cache_dir, place_digest
-from pagedcli.execution.kv_store import TORCH_DTYPES, dtype_name, lazy_zeros
 from pagedcli.execution.model_hub import ModelSource
 from pagedcli.execution.native_weights import NativeWeights, rebuild, tensors
 from pagedcli.execution.seals import file_sum, word_sum
 
-FORMAT = 2
+FORMAT = 3
 """Raise it when the packing or what a copy holds changes."""
 LEAST_BYTES, MOST_BYTES = 64 << 20, 4 << 30
 """Packed weights worth a copy: smaller ones load in no time, larger ones would fill a disk unasked."""
@@ -43,20 +46,21 @@ class PackedCopy:
     `config` is the model's, with its type's defaults filled in.
     """
 
-    device = torch.device("cpu")
+    device = HOST
 
-    def __init__(self, folder: Path, weights: NativeWeights, judged: torch.Tensor, config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, weights: NativeWeights, judged: NDArray[np.float32],
+                 config: Mapping[str, Any]) -> None:
         self.folder, self.weights, self.config = folder, weights, config
         self.specs, self.vocab_size, self.dtype = weights.specs, weights.vocab_size, weights.dtype
         self._judged = judged
 
-    def eager(self, ids: torch.Tensor) -> torch.Tensor:
+    def eager(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Logits [B, T, vocab_size] that the model's own forward gave for the probe's ids when the copy was made."""
         assert ids.shape == self._judged.shape[:2], "a copy answers the probe's question only"
         return self._judged
 
 
-def copy_folder(source: ModelSource, dtype: torch.dtype) -> Path | None:
+def copy_folder(source: ModelSource, dtype: str) -> Path | None:
     """Where the copy of a model's weights in `dtype` lies or would lie; None for a model without weight files.
 
     The name carries a digest of what it was made from: the weight files' names, sizes and times of change, the config
@@ -68,7 +72,7 @@ def copy_folder(source: ModelSource, dtype: torch.dtype) -> Path | None:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         return None
-    digest = hashlib.sha256(repr((FORMAT, __version__, torch.__version__, version("transformers"))).encode())
+    digest = hashlib.sha256(repr((FORMAT, __version__, version("torch"), version("transformers"))).encode())
     digest.update(json.dumps(source.read_config(), sort_keys=True).encode())
     for file in files:
         facts = file.stat()  # of what a link points to: the hub's cache is made of links
@@ -76,7 +80,7 @@ def copy_folder(source: ModelSource, dtype: torch.dtype) -> Path | None:
     return cache_dir() / "packed" / f"{_family(source, dtype)}{digest.hexdigest()[:16]}"
 
 
-def find_copy(source: ModelSource, dtype: torch.dtype) -> PackedCopy | None:
+def find_copy(source: ModelSource, dtype: str) -> PackedCopy | None:
     """The copy of a model's weights in `dtype`, if there is one that can be read."""
     folder = copy_folder(source, dtype)
     if folder is None or not folder.is_dir():
@@ -91,16 +95,16 @@ def find_copy(source: ModelSource, dtype: torch.dtype) -> PackedCopy | None:
 
 
 def keep_copy(source: ModelSource, config: Mapping[str, Any], weights: NativeWeights,
-              judged: torch.Tensor) -> str | None:
+              judged: NDArray[np.float32]) -> str | None:
     """Write a copy, replacing older ones of the same model and type. A note on what was done, None when nothing was.
 
     It appears by one rename, so it is whole or absent. Never an error: a run does not need it.
     """
-    folder = copy_folder(source, weights.dtype)
+    folder = copy_folder(source, dtype_name(weights.dtype))
     if folder is None:
         return None
-    parts = [*tensors(weights), ("judged", judged.contiguous())]
-    size = sum(tensor.nbytes for _, tensor in parts)
+    parts = [*tensors(weights), ("judged", np.ascontiguousarray(judged))]
+    size = sum(array.nbytes for _, array in parts)
     if not LEAST_BYTES <= size <= MOST_BYTES or folder.is_dir():
         return None
     parent = folder.parent
@@ -115,7 +119,7 @@ def keep_copy(source: ModelSource, config: Mapping[str, Any], weights: NativeWei
                      "sum": file_sum(scratch / "weights.bin"), **{name: getattr(weights, name) for name in NUMBERS}}
             (scratch / "facts.json").write_text(json.dumps(facts), "utf-8")
             scratch.chmod(0o755)
-            for old in parent.glob(f"{_family(source, weights.dtype)}*"):
+            for old in parent.glob(f"{_family(source, dtype_name(weights.dtype))}*"):
                 if old != folder:
                     drop_copy(old)
             try:
@@ -135,45 +139,45 @@ def drop_copy(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _family(source: ModelSource, dtype: torch.dtype) -> str:
+def _family(source: ModelSource, dtype: str) -> str:
     """How the names of all copies of one model in one type begin."""
     place = place_digest(source.weights_folder)
-    return f"{re.sub('[^A-Za-z0-9._-]+', '-', source.name).lstrip('.-')}-{place}-{dtype_name(dtype)}-"
+    return f"{re.sub('[^A-Za-z0-9._-]+', '-', source.name).lstrip('.-')}-{place}-{dtype}-"
 
 
-def _write(file: Path, parts: list[tuple[str, torch.Tensor]]) -> list[list[Any]]:
-    """The tensors one after another, each from a multiple of ALIGNED on; [name, dtype, shape, offset] of each."""
+def _write(file: Path, parts: list[tuple[str, NDArray[Any]]]) -> list[list[Any]]:
+    """The arrays one after another, each from a multiple of ALIGNED on; [name, dtype, shape, offset] of each."""
     table: list[list[Any]] = []
     with file.open("wb") as stream:
-        for name, tensor in parts:
+        for name, array in parts:
             stream.write(bytes(-stream.tell() % ALIGNED))
-            table.append([name, dtype_name(tensor.dtype), list(tensor.shape), stream.tell()])
-            stream.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+            table.append([name, dtype_name(array.dtype), list(array.shape), stream.tell()])
+            stream.write(words_of(np.ascontiguousarray(array)).data)
         stream.flush()
         os.fsync(stream.fileno())
     return table
 
 
-def _read(file: Path, table: list[list[Any]], expected: int) -> dict[str, torch.Tensor]:
-    """The tensors as views of one run of memory in large pages. OSError when the file is not as it was written."""
+def _read(file: Path, table: list[list[Any]], expected: int) -> dict[str, NDArray[Any]]:
+    """The arrays as views of one run of memory in large pages. OSError when the file is not as it was written."""
     total = file.stat().st_size
-    memory = lazy_zeros((1, total), torch.uint8)[0]
-    view, done = memory.numpy().data, 0
+    memory = lazy_zeros((total,), np.dtype(np.uint8))
+    view, done = memory.data, 0
     with file.open("rb", buffering=0) as stream:
         while done < total:
             count = stream.readinto(view[done:])
             if not count:
                 raise OSError(f"{file} was cut short while it was read")
             done += count
-    if word_sum(memory.numpy()) != expected:
+    if word_sum(memory) != expected:
         raise OSError(f"{file} holds other bytes than were written")
     found = {}
     for name, kind, shape, offset in table:
-        dtype = TORCH_DTYPES[kind]
+        dtype = HOST_DTYPES[kind]
         length = dtype.itemsize
         for side in shape:
             length *= side
         if offset + length > total:
             raise OSError(f"{file} ends before {name} does")
-        found[name] = memory[offset:offset + length].view(dtype).view(shape)
+        found[name] = memory[offset:offset + length].view(dtype).reshape(shape)
     return found

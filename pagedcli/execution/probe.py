@@ -6,11 +6,15 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
+from pagedcli.attention.host_arrays import host_floats, zeros
 from pagedcli.attention.interface import AttentionBackend, KVLayout, LayerSpec
+from pagedcli.core.devices import Device
+from pagedcli.core.dtypes import dtype_name
 from pagedcli.core.errors import CannotRunError
 from pagedcli.core.plan import Slice, StepPlan
 from pagedcli.execution.decoder import Decoder
@@ -22,7 +26,7 @@ LOGIT_ROWS = len(LENGTHS) * max(LENGTHS)
 CUTS = ((10, 3), (1, 3))
 """Rows of each sequence in each step: two chunks of prompt first, then a single token beside a second chunk."""
 
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.06}
+TOLERANCE = {"fp32": 1e-4, "fp16": 0.01, "bf16": 0.06}
 """Largest relative error of logits. Eager attention rounds its weights to the model's dtype and ours does not, hence
 the room; a model that is not understood lands near 1."""
 FP8_TOLERANCE = 0.25
@@ -38,12 +42,12 @@ class Judged(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> Any: ...
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> Device: ...
 
-    def eager(self, ids: torch.Tensor) -> torch.Tensor:
+    def eager(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Logits [B, T, vocab_size] of int64 ids [B, T]."""
 
 
@@ -56,26 +60,27 @@ class ProbeResult:
     spent on compiling and on the trial itself."""
 
     decoder: Decoder
-    judged: torch.Tensor
+    judged: NDArray[np.float32]
     error: float
     compile_seconds: float
     seconds: float
 
 
-def disagreement(ours: torch.Tensor, theirs: torch.Tensor, *, exact: bool) -> float:
+def disagreement(ours: NDArray[np.float32], theirs: NDArray[np.float32], *, exact: bool) -> float:
     """Error of each row of logits, relative to the scale of all: the largest when `exact`, else the middle one.
 
     Rounding can send a token to another expert, which changes that row for good; attention that is misunderstood
     changes most rows. Infinite when anything is not finite.
     """
-    scale = theirs.float().square().mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)
-    errors = (ours.float() - theirs.float()).square().mean(dim=1).sqrt() / scale
-    if not bool(errors.isfinite().all()):
+    scale = max(float(np.sqrt(np.square(theirs).mean())), float(np.finfo(np.float32).tiny))
+    with np.errstate(invalid="ignore", over="ignore"):
+        errors = np.sqrt(np.square(ours - theirs).mean(axis=1)) / scale
+    if not np.isfinite(errors).all():
         return math.inf
-    return float(errors.max() if exact else errors.median())
+    return float(errors.max() if exact else np.median(errors))
 
 
-def check_layers(decoder: Judged, backend: AttentionBackend, cache_dtype: torch.dtype, block_size: int,
+def check_layers(decoder: Judged, backend: AttentionBackend, cache_dtype: Any, block_size: int,
                  name: str) -> None:
     """CannotRunError names the first layer that the backend cannot run, and why."""
     for place, spec in enumerate(decoder.specs):
@@ -85,7 +90,7 @@ def check_layers(decoder: Judged, backend: AttentionBackend, cache_dtype: torch.
                                  "layer_unsupported")
 
 
-def probe(decoder: Model, backend: AttentionBackend, cache_dtype: torch.dtype, block_size: int,
+def probe(decoder: Model, backend: AttentionBackend, cache_dtype: Any, block_size: int,
           name: str, refine: Callable[[Model], Decoder]) -> ProbeResult:
     """Run two sequences in mixed chunks over scattered blocks and compare all logits with eager attention.
 
@@ -100,9 +105,8 @@ def probe(decoder: Model, backend: AttentionBackend, cache_dtype: torch.dtype, b
     shape = sum(widths), layout.block_elements
     with holding(f"--block-size = {block_size:,}: the {sum(widths)} blocks of the trial at load", decoder.device,
                  "Lower it", math.prod(shape) * cache_dtype.itemsize):
-        pool = torch.zeros(shape, dtype=cache_dtype, device=decoder.device)
-    ids = torch.randint(decoder.vocab_size, (len(LENGTHS), max(LENGTHS)),
-                        generator=torch.Generator().manual_seed(0))
+        pool = zeros(shape, cache_dtype, decoder.device)
+    ids = np.random.Generator(np.random.PCG64(0)).integers(decoder.vocab_size, size=(len(LENGTHS), max(LENGTHS)))
     tokens = [row[:length] for row, length in zip(ids.tolist(), LENGTHS, strict=True)]
     # Block ids run downwards and alternate between the sequences, so that order in memory means nothing.
     free = iter(range(sum(widths) - 1, -1, -1))
@@ -120,17 +124,18 @@ def probe(decoder: Model, backend: AttentionBackend, cache_dtype: torch.dtype, b
     runner = refine(decoder)
     runner.attach(backend)
     done = [0] * len(LENGTHS)
-    rows: list[torch.Tensor] = []
-    judged: list[torch.Tensor] = []
+    rows: list[NDArray[np.float32]] = []
+    judged: list[NDArray[np.float32]] = []
     for cut in CUTS:
         plan = StepPlan([Slice(seq, tokens[seq][done[seq]:done[seq] + count], done[seq], tables[seq], count)
                          for seq, count in enumerate(cut)])
         logits = forward(runner, backend, flatten(plan, block_size, runner.row_tile))
-        rows.append(logits.clone())
+        rows.append(np.array(host_floats(logits)))
         judged += [expected[seq, done[seq]:done[seq] + count] for seq, count in enumerate(cut)]
         done = [have + count for have, count in zip(done, cut, strict=True)]
-    error = disagreement(torch.cat(rows), torch.cat(judged), exact=decoder.dtype == torch.float32)
-    limit = max(TOLERANCE[decoder.dtype], TOLERANCE.get(cache_dtype, FP8_TOLERANCE))
+    kind = dtype_name(decoder.dtype)
+    error = disagreement(np.concatenate(rows), np.concatenate(judged), exact=kind == "fp32")
+    limit = max(TOLERANCE[kind], TOLERANCE.get(dtype_name(cache_dtype), FP8_TOLERANCE))
     if error > limit:
         raise CannotRunError(f"{name}: logits over the paged cache differ from the model's own by {error:.2g} "
                              f"(relative, limit {limit:g}), so its attention does something that paging does not",

@@ -14,11 +14,15 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from pagedcli.attention.host_arrays import as_tensor, host_floats
 from pagedcli.attention.interface import KVLayout
 from pagedcli.core.config import CacheConfig, ModelConfig
+from pagedcli.core.devices import Device
+from pagedcli.core.dtypes import dtype_name
 from pagedcli.core.errors import CannotRunError, PagedError, UsageError
 from pagedcli.core.plan import StepPlan, StepResult
 from pagedcli.core.wording import counted
@@ -27,7 +31,7 @@ from pagedcli.execution.interface import Executor, ExecutorInfo
 from pagedcli.execution.kv_store import PoolSize, Room, size_pool
 from pagedcli.execution.loading import load_executor
 from pagedcli.execution.model_hub import ModelSource, resolve_model
-from pagedcli.execution.placement import pick_device
+from pagedcli.execution.placement import pick_device, torch_device
 from pagedcli.execution.plan_codec import PlanDecoder, PlanEncoder
 from pagedcli.execution.probe import TOLERANCE, disagreement
 from pagedcli.execution.rank_processes import RankProcesses
@@ -57,10 +61,10 @@ class Split:
         assert self._ranks is not None, "ranks meet when the model is split"
         return self._ranks
 
-    def device(self, device: torch.device) -> torch.device:
+    def device(self, device: Device) -> torch.device:
         """The one device of this rank. CannotRunError when the machine has too few."""
         if device.type != "cuda":
-            return device
+            return torch_device(device)
         have = torch.cuda.device_count()
         if self.place.local >= have:
             raise CannotRunError(f"--tensor-parallel-size {self.place.size} needs a GPU a rank, and this machine has "
@@ -74,22 +78,23 @@ class Split:
         What it computes with the other ranks is compared with what it computed whole. CannotRunError when they differ.
         """
         check_layers(decoder.specs, self.place.size, name)
-        ids = torch.randint(decoder.vocab_size, (1, JUDGED_TOKENS), generator=torch.Generator().manual_seed(1))
+        ids = np.random.Generator(np.random.PCG64(1)).integers(decoder.vocab_size, size=(1, JUDGED_TOKENS))
         whole = decoder.eager(ids)
         self.whole_specs = decoder.specs
         self._ranks = Ranks(self.place, self._store, device, self._same_bits)
         head = split_model(decoder.module, self._ranks)
         torch.nn.Module.to(decoder.module, device)
         part = HFDecoder(decoder.module)
-        theirs = head.seen(whole)[0].to(device)
+        theirs = host_floats(head.seen(as_tensor(whole))[0])
         self.error = disagreement(part.eager(ids)[0], theirs, exact=part.dtype == torch.float32)
-        if self.error > TOLERANCE[part.dtype]:
+        limit = TOLERANCE[dtype_name(part.dtype)]
+        if self.error > limit:
             raise CannotRunError(f"{name}: split among {self.place.size} ranks its logits differ from the whole "
-                                 f"model's by {self.error:.2g} (relative, limit {TOLERANCE[part.dtype]:g}), so "
+                                 f"model's by {self.error:.2g} (relative, limit {limit:g}), so "
                                  "its layers cannot be split this way", "no_split")
         return part
 
-    def size_pool(self, layout: KVLayout, dtype: torch.dtype, cache: CacheConfig, device: torch.device,
+    def size_pool(self, layout: KVLayout, dtype: Any, cache: CacheConfig, device: Device,
                   max_positions: int, room: Room | None = None) -> PoolSize:
         """Blocks that every rank can hold. Sizes that a user gives are of all ranks together."""
         whole = KVLayout(self.whole_specs, layout.block_size)

@@ -1,12 +1,14 @@
-"""Runs step plans on a real model: moves blocks, then one flattened forward over the paged cache."""
+"""Runs step plans on a real model: moves blocks, then one flattened forward over the paged cache.
+
+The models are torch's, or a native program made of their weights, which runs without torch: nothing here imports it.
+"""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
 
-import torch
-
+from pagedcli.attention.host_arrays import inference_mode
 from pagedcli.attention.interface import AttentionBackend
 from pagedcli.core.plan import StepPlan, StepResult
 from pagedcli.core.wording import counted
@@ -23,8 +25,8 @@ STEP_WAY_OUT = "Lower --max-num-batched-tokens or --max-num-seqs, or leave more 
 class TorchExecutor(Executor):
     """Owns a decoder, its KV pool and an attention backend; `loading.load_executor` makes one from a config.
 
-    `StepResult.logits` is [rows, vocabulary] in the model's dtype or float32 on the device, or None when no row wants
-    any.
+    `StepResult.logits` is [rows, vocabulary] in the model's dtype or float32 where it was computed, an array or a
+    tensor (see decoder.Decoder), or None when no row wants any.
     `parts` (seconds): memory (swaps and copies), layout, and on a CPU attention and linear (the rest of the forward);
     on a GPU these two are one, forward, and count launches only: its work is not done when a call returns, and the wait
     for it shows where tokens are chosen.
@@ -50,7 +52,7 @@ class TorchExecutor(Executor):
 
     def execute(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
-        with torch.inference_mode():
+        with inference_mode():
             self.store.swap_out(plan.swap_out)
             self.store.swap_in(plan.swap_in)
             self.store.copy(plan.copies)

@@ -16,7 +16,7 @@ from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from pagedcli.core.request import Request, SamplingParams
 from pagedcli.core.sequence import Sequence, TokenChoice
@@ -36,7 +36,7 @@ class Notes:
     def watch(self) -> None:
         inner, steps = BeamState.step, self.steps
 
-        def step(state: Any, live: Items[Sequence], log_probs: torch.Tensor, details: Any
+        def step(state: Any, live: Items[Sequence], log_probs: np.ndarray, details: Any
                  ) -> dict[int, list[TokenChoice]]:
             choices = inner(state, live, log_probs, details)
             parents = "".join(str(place) * len(choices[seq.id]) for place, seq in enumerate(live))

@@ -51,7 +51,7 @@ def test_python_threads_do_the_same_work(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.set_num_threads(3)
     try:
         first = run(CpuBackend(), seqs, 16, torch.bfloat16, in_chunks(lengths, 1))
-        monkeypatch.setattr("pagedcli.attention.cpu_team._openmp", lambda: None)
+        monkeypatch.setattr("pagedcli.attention.cpu_team._openmp", lambda torch_in_use: None)
         backend = CpuBackend()
         assert backend.threads_of == "Python threads"
         second = run(backend, seqs, 16, torch.bfloat16, in_chunks(lengths, 1))

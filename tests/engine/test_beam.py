@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 from pagedcli.core.plan import Slice, StepPlan, StepResult
 from pagedcli.core.request import Request, SamplingParams
 from pagedcli.core.sequence import Sequence, SequenceGroup
-from pagedcli.engine.sampler import TorchSampler
+from pagedcli.engine.sampler import HostSampler
 
 VOCAB = 300
 PROMPTS = [(5, 9, 77, 130), (200, 3), (42, 42, 7, 8, 9, 250, 11), (17,)]
@@ -63,7 +63,7 @@ def search(model, prompt, eos_ids, max_tokens=24, disturb=False, n=None, **field
     seq = Sequence(0, group, list(prompt), len(prompt), 0)
     if params.logprobs is not None:
         seq.logprobs = []
-    group.live, sampler = [seq], TorchSampler(eos_ids=eos_ids, tokenizer=Kit())
+    group.live, sampler = [seq], HostSampler(eos_ids=eos_ids, tokenizer=Kit())
     for _ in range(max_tokens + 1):
         if disturb:
             group.live = [group.live[i] for i in rng.permutation(len(group.live))]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pagedcli.engine.device_sampler import DeviceSampler
-from pagedcli.engine.sampler import TorchSampler
+from pagedcli.engine.sampler import HostSampler
 from tests.engine import test_beam, test_sampler, test_sampler_logprobs
 from tests.engine.test_sampler import VOCAB, mixed_sequences, normal, sequence, step
 
@@ -25,7 +25,7 @@ SHARED = (test_sampler, test_beam, test_sampler_logprobs)
 @pytest.fixture
 def in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in SHARED:
-        monkeypatch.setattr(module, "TorchSampler", DeviceSampler)
+        monkeypatch.setattr(module, "HostSampler", DeviceSampler)
 
 
 @pytest.mark.parametrize("check", [
@@ -38,24 +38,24 @@ def in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     test_sampler_logprobs.test_logprobs_are_of_the_raw_distribution,
     test_sampler_logprobs.test_prompt_logprobs_survive_preemption_in_mid_prompt], ids=lambda check: check.__name__[5:])
 def test_it_follows_the_rules_of_the_other(in_its_place: None, check: Callable[[], None]) -> None:
-    assert all(module.TorchSampler is DeviceSampler for module in SHARED)  # else the other one would be checked
+    assert all(module.HostSampler is DeviceSampler for module in SHARED)  # else the other one would be checked
     check()
 
 
 @pytest.mark.parametrize("knobs", FILTERS)
 def test_filters_keep_the_right_tokens(in_its_place: None, knobs: tuple[int, float, float, float]) -> None:
-    assert all(module.TorchSampler is DeviceSampler for module in SHARED)
+    assert all(module.HostSampler is DeviceSampler for module in SHARED)
     test_sampler.test_filters_keep_the_right_tokens(*knobs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_logits_are_widened_exactly(in_its_place: None, dtype: torch.dtype) -> None:
-    assert all(module.TorchSampler is DeviceSampler for module in SHARED)
+    assert all(module.HostSampler is DeviceSampler for module in SHARED)
     test_sampler.test_half_precision_logits_are_widened_exactly(dtype)
 
 
 def test_a_row_has_the_same_bits_in_any_batch(in_its_place: None) -> None:
-    assert all(module.TorchSampler is DeviceSampler for module in SHARED)
+    assert all(module.HostSampler is DeviceSampler for module in SHARED)
     test_sampler.test_a_row_has_the_same_bits_in_any_batch(VOCAB)
 
 
@@ -63,7 +63,7 @@ def test_it_chooses_as_the_other_does() -> None:
     """One uniform number, the same rules: the same tokens but where rounding decides, and log-probabilities alike."""
     seqs, logits = mixed_sequences(), normal(64, 20_000, scale=2.0)
     ours = step(DeviceSampler(seed=4, eos_ids=(0,)), logits, seqs)
-    theirs = step(TorchSampler(seed=4, eos_ids=(0,)), logits, seqs)
+    theirs = step(HostSampler(seed=4, eos_ids=(0,)), logits, seqs)
     assert sum(ours[i][0].token == theirs[i][0].token for i in range(64)) >= 63
     for i in range(64):
         if ours[i][0].token == theirs[i][0].token:
@@ -83,18 +83,18 @@ def test_a_draw_at_the_very_end_finds_the_last_token_with_any_weight(monkeypatch
 def test_only_what_was_chosen_comes_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """100 plain rows: one table of 5 numbers a row. One of them wants a list: its row comes too, and no other."""
     moved: list[tuple[int, ...]] = []
-    cpu, plain = torch.Tensor.cpu, TorchSampler._plain
+    cpu, plain = torch.Tensor.cpu, HostSampler._plain
 
     def noting(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
         moved.append(tuple(tensor.shape))
         return cpu(tensor, *args)
 
-    def noting_rows(self: TorchSampler, logits: torch.Tensor) -> np.ndarray:
+    def noting_rows(self: HostSampler, logits: torch.Tensor) -> np.ndarray:
         moved.append(tuple(logits.shape))
         return plain(self, logits)
 
     monkeypatch.setattr(torch.Tensor, "cpu", noting)
-    monkeypatch.setattr(TorchSampler, "_plain", noting_rows)
+    monkeypatch.setattr(HostSampler, "_plain", noting_rows)
     seqs = [sequence(i, temperature=i % 2, top_p=0.9) for i in range(100)]
     step(DeviceSampler(), normal(100), seqs)
     assert moved == [(128, 5)]

@@ -11,7 +11,7 @@ from pagedcli.core.plan import Slice, StepPlan, StepResult
 from pagedcli.core.request import Request, SamplingParams
 from pagedcli.core.sequence import Sequence, SequenceGroup
 from pagedcli.engine import row_kernels
-from pagedcli.engine.sampler import TorchSampler
+from pagedcli.engine.sampler import HostSampler
 from pagedcli.engine.streams import stream_key, uniforms
 
 VOCAB = 1000
@@ -48,7 +48,7 @@ def test_greedy_takes_the_first_maximum_and_its_logprob():
     logits[4, 1:] = -1.0
     logits[4, 300] = 0.0
     seqs = [sequence(i, temperature=0) for i in range(5)]
-    choices = step(TorchSampler(), logits, seqs)
+    choices = step(HostSampler(), logits, seqs)
     for i, seq in enumerate(seqs):
         (choice,) = choices[seq.id]
         assert choice.token == int(np.argmax(logits[i].numpy()))
@@ -71,34 +71,34 @@ def mixed_sequences():
 @pytest.mark.parametrize("vocab", [VOCAB, 49_153])
 def test_a_row_has_the_same_bits_in_any_batch(vocab):
     seqs, logits = mixed_sequences(), normal(64, vocab, scale=2.0)
-    together = step(TorchSampler(seed=4, eos_ids=(0,)), logits, seqs)
+    together = step(HostSampler(seed=4, eos_ids=(0,)), logits, seqs)
     order = np.random.default_rng(1).permutation(64).tolist()
-    shuffled = step(TorchSampler(seed=4, eos_ids=(0,)), logits[order], [seqs[i] for i in order])
+    shuffled = step(HostSampler(seed=4, eos_ids=(0,)), logits[order], [seqs[i] for i in order])
     for size in (1, 3, 8):
         for start in range(0, 64 if vocab == VOCAB else 16, size):
             part = seqs[start:start + size]
-            for seq_id, choice in step(TorchSampler(seed=4, eos_ids=(0,)), logits[start:start + size], part).items():
+            for seq_id, choice in step(HostSampler(seed=4, eos_ids=(0,)), logits[start:start + size], part).items():
                 assert choice == together[seq_id] == shuffled[seq_id]
 
 
 def test_threads_change_no_bit(monkeypatch):
     seqs, logits = mixed_sequences(), normal(64, 20_000, scale=2.0)
-    alone = step(TorchSampler(eos_ids=(0,)), logits, seqs)
+    alone = step(HostSampler(eos_ids=(0,)), logits, seqs)
     monkeypatch.setattr(row_kernels, "THREAD_ENTRIES", 1)
-    assert step(TorchSampler(eos_ids=(0,)), logits, seqs) == alone
+    assert step(HostSampler(eos_ids=(0,)), logits, seqs) == alone
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_logits_are_widened_exactly(dtype):
     logits = normal(3).to(dtype)
     seqs = [sequence(0, temperature=0), sequence(1), sequence(2, top_p=0.5)]
-    assert step(TorchSampler(), logits, seqs) == step(TorchSampler(), logits.float(), seqs)
+    assert step(HostSampler(), logits, seqs) == step(HostSampler(), logits.float(), seqs)
 
 
 def test_a_draw_inverts_the_cumulative_distribution():
     logits = normal(40, seed=5)
     seqs = [sequence(i, temperature=0.5 + 0.05 * (i % 20), output=[1] * (i % 3)) for i in range(40)]
-    choices = step(TorchSampler(seed=11), logits, seqs)
+    choices = step(HostSampler(seed=11), logits, seqs)
     for i, seq in enumerate(seqs):
         u = uniforms([stream_key(11, seq.group.request.key)], [0], [seq.output_len])[0]
         cumulative = np.cumsum(np.exp(log_softmax64(logits[i].double() / seq.group.params.temperature)))
@@ -111,7 +111,7 @@ def test_draws_follow_the_distribution():
     probabilities = np.array([0.5, 0.25, 0.125, 0.0625, 0.0625])
     logits = torch.from_numpy(np.log(probabilities).astype(np.float32)).repeat(20_000, 1)
     seqs = [sequence(i) for i in range(20_000)]
-    tokens = [c[0].token for c in step(TorchSampler(), logits, seqs).values()]
+    tokens = [c[0].token for c in step(HostSampler(), logits, seqs).values()]
     expected = probabilities * 20_000
     chi_square = ((np.bincount(tokens, minlength=5) - expected) ** 2 / expected).sum()
     assert chi_square < 18.5  # 4 degrees of freedom, p = 0.001
@@ -138,7 +138,7 @@ def test_filters_keep_the_right_tokens(top_k, top_p, min_p, temperature):
     rows = 300
     base = normal(1, vocab=700, seed=top_k + 50, scale=1.0)
     seqs = [sequence(i, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p) for i in range(rows)]
-    drawn = [c[0].token for c in step(TorchSampler(), base.repeat(rows, 1), seqs).values()]
+    drawn = [c[0].token for c in step(HostSampler(), base.repeat(rows, 1), seqs).values()]
     allowed = kept_set(base[0], temperature, top_k, top_p, min_p)
     assert set(drawn) <= allowed
     # The draw is by rising id within the allowed set, so each token is also the exact inverse.
@@ -157,7 +157,7 @@ def test_masked_and_far_apart_logits_are_never_drawn():
     logits = torch.full((200, VOCAB), -torch.inf)
     logits[:, 400], logits[:, 401], logits[:, 402] = 1.0, 1.0, -3e38
     for fields in ({}, {"top_p": 0.9}, {"top_k": 3}, {"top_k": 900, "top_p": 0.99}, {"min_p": 0.5}):
-        choices = step(TorchSampler(), logits, [sequence(i, **fields) for i in range(200)])
+        choices = step(HostSampler(), logits, [sequence(i, **fields) for i in range(200)])
         tokens = [c[0].token for c in choices.values()]
         assert set(tokens) == {400, 401}
 
@@ -211,7 +211,7 @@ def test_processors_equal_the_plain_ones():
         seqs.append(sequence(i, rng.integers(0, vocab, 4).tolist(), rng.choice([1, 2, 3, 8, 9], i % 9).tolist(),
                              **fields))
     logits = normal(60, vocab, seed=2)
-    sampler = TorchSampler(eos_ids=(0, 4), tokenizer=WordTokenizer())
+    sampler = HostSampler(eos_ids=(0, 4), tokenizer=WordTokenizer())
     choices = step(sampler, logits, seqs)
     for i, seq in enumerate(seqs):
         bad = ((7,), (8, 9), (1, 2, 3)) if seq.group.params.bad_words else ()
@@ -222,10 +222,10 @@ def test_processors_equal_the_plain_ones():
 
 def test_penalty_counts_follow_the_sequence_and_survive_forgetting():
     logits, fields = normal(1, 30, seed=4), {"temperature": 0, "frequency_penalty": 0.9, "repetition_penalty": 1.2}
-    kept, seq = TorchSampler(), sequence(0, **fields)
+    kept, seq = HostSampler(), sequence(0, **fields)
     for _ in range(60):
         token = step(kept, logits, [seq])[0][0].token
-        assert token == step(TorchSampler(), logits, [seq])[0][0].token  # counts rebuilt from the tokens
+        assert token == step(HostSampler(), logits, [seq])[0][0].token  # counts rebuilt from the tokens
         assert token == int(plain_processing(logits[0], seq, ()).argmax())
         seq.tokens.append(token)
     child = seq.fork(1, 1)
@@ -238,44 +238,44 @@ def test_penalty_counts_follow_the_sequence_and_survive_forgetting():
 def test_samples_are_what_each_gives_alone():
     logits = normal(8, seed=6)
     group_seq = sequence(0, key="x", n=3, best_of=4, seed=5)
-    first = step(TorchSampler(), logits[:1], [group_seq])[0]
+    first = step(HostSampler(), logits[:1], [group_seq])[0]
     assert [c.sample for c in first] == [0, 1, 2, 3]
     seqs = [group_seq] + [group_seq.fork(10 + j, j) for j in (1, 2, 3)]
     group_seq.group.live = seqs
     for seq, choice in zip(seqs, first, strict=True):
         seq.tokens.append(choice.token)
-    second = step(TorchSampler(), logits[1:5], seqs)
+    second = step(HostSampler(), logits[1:5], seqs)
     for j, seq in enumerate(seqs):
         lone = sequence(77, key="x", sample=j, seed=5)
-        assert step(TorchSampler(seed=99), logits[:1], [lone])[77][0].token == first[j].token
+        assert step(HostSampler(seed=99), logits[:1], [lone])[77][0].token == first[j].token
         lone.tokens.append(first[j].token)
-        assert step(TorchSampler(seed=99), logits[1 + j:2 + j], [lone])[77][0].token == second[seq.id][0].token
+        assert step(HostSampler(seed=99), logits[1 + j:2 + j], [lone])[77][0].token == second[seq.id][0].token
     # Separate reservations of one group (no shared prompt) draw one token each, the same ones.
     apart = [sequence(20, key="x", n=4, seed=5)]
     apart += [apart[0].fork(20 + j, j) for j in (1, 2, 3)]
     apart[0].group.live = apart
-    alone = step(TorchSampler(), logits[[0, 0, 0, 0]], apart)
+    alone = step(HostSampler(), logits[[0, 0, 0, 0]], apart)
     assert [alone[20 + j][0].token for j in range(4)] == [c.token for c in first]
 
 
 def test_seed_of_the_request_wins_over_the_run():
     logits = normal(1).repeat(30, 1)
     own, runs = ([sequence(i, **f) for i in range(30)] for f in ({"seed": 3}, {}))
-    assert step(TorchSampler(seed=1), logits, own) == step(TorchSampler(seed=2), logits, own)
-    assert step(TorchSampler(seed=3), logits, runs) == step(TorchSampler(seed=8), logits, own)
-    assert step(TorchSampler(seed=1), logits, runs) != step(TorchSampler(seed=2), logits, runs)
+    assert step(HostSampler(seed=1), logits, own) == step(HostSampler(seed=2), logits, own)
+    assert step(HostSampler(seed=3), logits, runs) == step(HostSampler(seed=8), logits, own)
+    assert step(HostSampler(seed=1), logits, runs) != step(HostSampler(seed=2), logits, runs)
 
 
 def test_nan_names_the_request():
     logits = normal(3)
     logits[1, 17] = torch.nan
     with pytest.raises(CannotRunError, match=r"'bad'.*NaN"):
-        step(TorchSampler(), logits, [sequence(0), sequence(1, key="bad", temperature=0), sequence(2)])
+        step(HostSampler(), logits, [sequence(0), sequence(1, key="bad", temperature=0), sequence(2)])
     logits[1, 17] = torch.inf
     with pytest.raises(CannotRunError, match="'bad'"):
-        step(TorchSampler(), logits, [sequence(0), sequence(1, key="bad"), sequence(2)])
+        step(HostSampler(), logits, [sequence(0), sequence(1, key="bad"), sequence(2)])
     with pytest.raises(CannotRunError, match="min_tokens"):
-        step(TorchSampler(eos_ids=(0, 1)), normal(1, 2), [sequence(0, prompt=(1,), min_tokens=2)])
+        step(HostSampler(eos_ids=(0, 1)), normal(1, 2), [sequence(0, prompt=(1,), min_tokens=2)])
 
 
 def test_rows_are_matched_to_slices():
@@ -285,13 +285,13 @@ def test_rows_are_matched_to_slices():
         logits[row, token] = 5.0
     plan = StepPlan([Slice(0, range(4), 0, [], 0), Slice(1, [1, 2, 3], 0, [], 2), Slice(0, [4, 5], 4, [], 1),
                      Slice(2, [3], 2, [], 1)])
-    choices = TorchSampler().choose(plan, StepResult(logits, 0.0), {s.id: s for s in seqs})
+    choices = HostSampler().choose(plan, StepResult(logits, 0.0), {s.id: s for s in seqs})
     assert {k: v[0].token for k, v in choices.items()} == {1: 12, 2: 14}
-    assert TorchSampler().choose(StepPlan([Slice(0, [0], 0, [], 0)]), StepResult(None, 0.0), {0: seqs[0]}) == {}
+    assert HostSampler().choose(StepPlan([Slice(0, [0], 0, [], 0)]), StepResult(None, 0.0), {0: seqs[0]}) == {}
 
 
 def test_fields_are_checked_against_the_vocabulary():
-    sampler = TorchSampler()
+    sampler = HostSampler()
     sampler.check(sequence(logit_bias={19: 1}, stop_token_ids=[0]).group.request, 20)
     for fields, words in (({"logit_bias": {20: 1}}, "token 20"), ({"stop_token_ids": [-1]}, "at least 0"),
                           ({"bad_words": ["x"]}, "tokenizer"), ({"stop": "x"}, "tokenizer")):

@@ -11,7 +11,7 @@ from pagedcli.core.plan import Slice, StepPlan, StepResult
 from pagedcli.core.request import Request, SamplingParams
 from pagedcli.core.sequence import Sequence, SequenceGroup
 from pagedcli.engine.logprobs import PromptLogprobs, TopLogprobs
-from pagedcli.engine.sampler import TorchSampler
+from pagedcli.engine.sampler import HostSampler
 
 VOCAB = 500
 
@@ -32,7 +32,7 @@ def normal(rows, vocab=VOCAB, seed=0):
 
 
 def one_step(logits, seqs):
-    return run(TorchSampler(), [Slice(s.id, s.tokens[-1:], s.length - 1, []) for s in seqs], logits, seqs)
+    return run(HostSampler(), [Slice(s.id, s.tokens[-1:], s.length - 1, []) for s in seqs], logits, seqs)
 
 
 def plain_top(row, k, chosen):
@@ -100,7 +100,7 @@ def test_prompt_logprobs_over_chunks(k, cuts):
     prompt = np.random.default_rng(1).integers(0, VOCAB, 40).tolist()
     logits = normal(40, seed=9)
     logits[12, prompt[13]] = -torch.inf
-    seq, other, sampler = sequence(prompt=prompt, prompt_logprobs=k), sequence(1, temperature=0), TorchSampler()
+    seq, other, sampler = sequence(prompt=prompt, prompt_logprobs=k), sequence(1, temperature=0), HostSampler()
     for part in prompt_slices(seq, cuts):
         # A neighbour decodes in the same step, before the chunk.
         rows = torch.cat((normal(1), logits[part.start:part.start + len(part.tokens)]))
@@ -119,7 +119,7 @@ def test_prompt_logprobs_over_chunks(k, cuts):
 
 def test_prompt_logprobs_survive_preemption_in_mid_prompt():
     prompt = list(range(40))
-    logits, sampler = normal(40, seed=3), TorchSampler()
+    logits, sampler = normal(40, seed=3), HostSampler()
     seq, calm = sequence(prompt=prompt, prompt_logprobs=2), sequence(prompt=prompt, prompt_logprobs=2)
     first, *others = prompt_slices(seq, (16, 32))
     run(sampler, [first], logits[:16], [seq])
@@ -132,21 +132,21 @@ def test_prompt_logprobs_survive_preemption_in_mid_prompt():
     # Rows asked for again after some output was generated belong to no prompt position.
     seq.tokens += [5, 6]
     run(sampler, [Slice(0, seq.tokens[38:], 38, [], 4)], normal(4), [seq])
-    run(TorchSampler(), prompt_slices(calm, ()), logits, [calm])
+    run(HostSampler(), prompt_slices(calm, ()), logits, [calm])
     assert list(seq.group.prompt_logprobs) == list(calm.group.prompt_logprobs)
 
 
 def test_one_token_prompts_and_the_last_row():
     seq = sequence(prompt=(4,), prompt_logprobs=1, temperature=0)
     logits = normal(1)
-    assert run(TorchSampler(), [Slice(0, [4], 0, [], 1)], logits, [seq])[0][0].token == int(logits.argmax())
+    assert run(HostSampler(), [Slice(0, [4], 0, [], 1)], logits, [seq])[0][0].token == int(logits.argmax())
     assert seq.group.prompt_logprobs is None  # nothing predicts the only token
 
 
 def test_whole_vocabulary_over_a_long_prompt_stays_in_bounds():
     length, vocab = 8192, 1024
     prompt = (np.arange(length) * 7 % vocab).tolist()
-    seq, sampler = sequence(prompt=prompt, prompt_logprobs=-1), TorchSampler(spill_bytes=1 << 20)
+    seq, sampler = sequence(prompt=prompt, prompt_logprobs=-1), HostSampler(spill_bytes=1 << 20)
     logits = normal(256, vocab)
     run(sampler, [Slice(0, prompt[:1], 0, [], 1)], logits[:1], [seq])  # compiled before memory is looked at
     tracemalloc.start()
@@ -169,7 +169,7 @@ def test_files_and_memory_give_the_same():
         kept = []
         for limit in (0, 1 << 30):
             seq = sequence(prompt=range(7), prompt_logprobs=k)
-            run(TorchSampler(spill_bytes=limit), [Slice(0, range(6), 0, [], 6)], rows, [seq])
+            run(HostSampler(spill_bytes=limit), [Slice(0, range(6), 0, [], 6)], rows, [seq])
             assert seq.group.prompt_logprobs.spilled == (limit == 0)
             kept.append(list(seq.group.prompt_logprobs))
         assert kept[0] == kept[1]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pagedcli.core.plan import Slice, StepPlan
-from pagedcli.execution import fused_decoder, loading, native_weights
+from pagedcli.execution import decoder_choice, fused_decoder, native_weights
 from pagedcli.execution.fused_decoder import FusedDecoder, packed, widens
 from pagedcli.execution.linear_kernels import lacks
 from pagedcli.execution.native_decoder import NativeDecoder
@@ -36,9 +36,9 @@ LLAMA_LIKE: dict[str, tuple[str, dict[str, Any]]] = {
 def decoder_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type:
     """The class that llama-like models run as; the slower one as on a processor without the native products."""
     if request.param == "oneDNN":
-        monkeypatch.setattr(loading, "not_native", lambda decoder, backend: "none wanted")
+        monkeypatch.setattr(decoder_choice, "not_native", lambda decoder, backend: "none wanted")
         return FusedDecoder
-    reason = lacks(torch.float32)
+    reason = lacks("fp32")
     if reason is not None:
         pytest.skip(f"no native products on this processor: {reason}")
     return NativeDecoder

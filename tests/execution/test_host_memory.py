@@ -12,7 +12,7 @@ import torch
 from pagedcli.core.config import CacheConfig, ModelConfig
 from pagedcli.core.errors import CannotRunError
 from pagedcli.core.plan import Slice, StepPlan
-from pagedcli.execution import hf_model, host_memory, loading, placement
+from pagedcli.execution import decoder_choice, hf_model, host_memory, loading, placement
 from pagedcli.execution.hf_model import weight_bytes
 from pagedcli.execution.host_memory import check_room, free_memory, holding, is_out_of_memory
 from pagedcli.execution.loading import load_executor
@@ -140,7 +140,7 @@ def test_weights_that_cannot_be_packed_are_not_blamed_on_logits(fault: Exception
     def refine(own: object, most: int) -> None:
         raise fault
 
-    monkeypatch.setattr(loading, "choose_decoder", lambda decoder, backend: (refine, "none"))
+    monkeypatch.setattr(decoder_choice, "choose_decoder", lambda decoder, backend: (refine, "none"))
     with pytest.raises(CannotRunError, match=r"^config: packing its weights: does not fit in cpu memory, which has "
                        r"[\d,]+ bytes free\. Choose a smaller --model") as told:
         dummy(tmp_path)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
+from pagedcli.attention.host_arrays import words_of
 from pagedcli.attention.interface import KVLayout, LayerSpec
 from pagedcli.core.config import CacheConfig
+from pagedcli.core.dtypes import dtype_name
 from pagedcli.core.errors import CannotRunError
 from pagedcli.execution import host_memory, kv_store
-from pagedcli.execution.kv_store import KVStore, PoolSize, dtype_name, kv_dtype, size_pool
+from pagedcli.execution.kv_store import KVStore, PoolSize, kv_dtype, size_pool
 
 CPU = torch.device("cpu")
 LAYOUT = KVLayout((LayerSpec(4, 2, 8, 8, 1.0), LayerSpec(4, 2, 16, 8, 1.0)), 4)
@@ -60,16 +64,20 @@ def filled(dtype: torch.dtype = torch.float32, blocks: int = 9, host: int = 6) -
     return store
 
 
+@pytest.mark.parametrize("like", [torch.float32, np.dtype(np.float32)], ids=["torch", "numpy"])
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2"])
-def test_moves_carry_whole_blocks_bit_by_bit(name: str) -> None:
-    store = filled(kv_dtype(name, torch.float32))
-    before = store.pool.view(torch.uint8).clone()
+def test_moves_carry_whole_blocks_bit_by_bit(name: str, like: Any) -> None:
+    dtype = kv_dtype(name, like)
+    assert isinstance(dtype, np.dtype) == isinstance(like, np.dtype)
+    store = KVStore(LAYOUT, dtype, PoolSize(9, 6, BLOCK * dtype.itemsize, ""), CPU)
+    pool = words_of(store.pool)
+    pool[:] = np.random.default_rng(0).integers(100, size=pool.shape)
+    before = pool.copy()
     store.copy([(1, 8), (1, 2), (3, 0)])
     store.swap_out([(4, 5), (5, 0), (8, 3)])
-    store.pool.view(torch.uint8)[4:6] = 0
+    pool[4:6] = 0
     store.swap_in([(5, 6), (0, 4), (3, 5)])
-    after = store.pool.view(torch.uint8)
-    assert [next(j for j in range(9) if torch.equal(after[i], before[j])) for i in range(9)] == \
+    assert [next(j for j in range(9) if (pool[i] == before[j]).all()) for i in range(9)] == \
         [3, 1, 1, 3, 5, 1, 4, 7, 1]
 
 
@@ -178,7 +186,11 @@ def test_a_closed_store_gives_its_memory_back() -> None:
     assert store.pool.numel() == 0
 
 
-def test_dtype_names_go_both_ways() -> None:
+@pytest.mark.parametrize("like", [torch.float32, np.dtype(np.float32)], ids=["torch", "numpy"])
+def test_dtype_names_go_both_ways(like: Any) -> None:
     for name in ("fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2"):
-        assert dtype_name(kv_dtype(name, torch.float32)) == name
-    assert kv_dtype("auto", torch.bfloat16) is torch.bfloat16
+        assert dtype_name(kv_dtype(name, like)) == name == dtype_name(name)
+    assert kv_dtype("auto", like) is like
+    assert kv_dtype("fp8", like) == kv_dtype("fp8_e4m3", like)
+    with pytest.raises(ValueError, match="int64 is none of"):
+        dtype_name(torch.int64)

@@ -22,7 +22,7 @@ def doubling(steps: int, rows: int) -> tuple[list[tuple[int, int]], list[torch.T
     for step in range(steps):
         blocks[step, :9] = (rows, 1, 0, backwards.data_ptr(), buffers[step].data_ptr(), buffers[step + 1].data_ptr(), 4,
                             4, 4)
-        operations.append((compiled("take", torch.float32).address, int(blocks[step:].ctypes.data)))
+        operations.append((compiled("take", "fp32").address, int(blocks[step:].ctypes.data)))
     return operations, buffers, blocks, backwards
 
 

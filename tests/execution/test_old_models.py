@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from pagedcli.execution import gguf_cache, packed_copy
 from pagedcli.execution.gguf_cache import FORMAT, ORIGIN, converted_folder
@@ -168,7 +167,7 @@ def test_a_cache_that_cannot_be_written_serves_all_the_same(tmp_path: Path, monk
     assert sorted(item.name for item in folder.iterdir()) == ["config.json", "model.safetensors", "sums.json"]
 
 
-@pytest.mark.skipif(lacks(torch.float32) is not None, reason="no native products on this processor")
+@pytest.mark.skipif(lacks("fp32") is not None, reason="no native products on this processor")
 def test_what_was_packed_from_a_conversion_is_found_by_its_own_name(tmp_path: Path, cache: Path,
                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_copy, "LEAST_BYTES", 0)

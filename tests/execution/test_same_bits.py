@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pagedcli.attention.host_arrays import as_tensor
 from pagedcli.core.config import CacheConfig, ModelConfig
 from pagedcli.core.plan import Slice, StepPlan
 from pagedcli.execution.flat_batch import ROW_TILE
@@ -50,7 +51,7 @@ def logits_of(run: TorchExecutor, tokens: list[int], dice: random.Random | None)
                                 dice.randint(0, length)))
         if dice is not None:
             dice.shuffle(slices)
-        logits = run.execute(StepPlan(slices)).logits
+        logits = as_tensor(run.execute(StepPlan(slices)).logits)
         at = sum(item.logit_rows for item in slices[:[item.seq for item in slices].index(0)])
         rows.append(logits[at:at + count].clone())
         done += count

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pagedcli.attention.host_arrays import as_tensor
 from pagedcli.core.config import CacheConfig, ModelConfig
 from pagedcli.core.plan import Slice, StepPlan
 from pagedcli.execution.loading import load_executor
@@ -84,7 +85,7 @@ def run_steps(executor: TorchExecutor, prompts: Sequence[Sequence[int]], tables:
     for step in steps:
         slices = [Slice(seq, list(prompts[seq][done[seq]:done[seq] + count]), done[seq], tables[seq], count)
                   for seq, count in enumerate(step) if count]
-        logits = executor.execute(StepPlan(slices)).logits.clone()
+        logits = as_tensor(executor.execute(StepPlan(slices)).logits).clone()
         for item, rows in zip(slices, logits.split([item.logit_rows for item in slices]), strict=True):
             parts[item.seq].append(rows)
             done[item.seq] += len(rows)
