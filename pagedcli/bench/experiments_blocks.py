@@ -50,6 +50,7 @@ def fig18b(setting: Setting) -> Outcome:
                             ticks=tuple(map(str, SIZES))))
     return Outcome("fig18b", "Figure 18b: latency by block size", tuple(cells), tuple(panels), (
         setting.source.describe("sharegpt"), setting.source.describe("alpaca-paper"),
+        "Alpaca's bars hang on how near 30.1 requests/s is to the knee, which Figure 13's batch was fitted to set",
         "the cost of small blocks in the attention kernel is the coefficient block_overhead, set by Figure 18a (20-26 %"
         " at size 16); what is lost in half-empty blocks is simulated",
         arrivals_note(setting.scale)))

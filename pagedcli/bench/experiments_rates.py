@@ -60,7 +60,6 @@ class TraceJob:
         rate = crossed or find_rate(measure, self.level, self.guess, self.tolerance, known)
         return Traced(tuple(sorted((at, value) for at, value in known.items() if value <= limit)), low, rate)
 
-
     def _average(self, rate: float, limit: float) -> float:
         """Latency of the typical run: the median over as many draws as make `enough` requests. An answer of one or two
         tokens that happens to queue behind a long one weighs as much as hundreds of others, so that one draw of
@@ -86,7 +85,7 @@ def call(job: Callable[[], Traced]) -> Traced:
     return job()
 
 
-def _length(run: Run) -> float:
+def length_of(run: Run) -> float:
     """Seconds of arrivals: the paper's with its own requests, and for FasterTransformer's low rates; else 20 minutes,
     tens of thousands of drawn requests."""
     return run.span if run.exact or run.policy == STATIC else min(run.span, _DRAWN)
@@ -98,7 +97,7 @@ def fig12(figure: str, setting: Setting) -> Outcome:
     printed = paper_figures()["curves"][figure]
     targets = {policy: target_of(figure, policy) for policy in SYSTEMS}
     runs = {policy: Run(policy, model, workload, 1.0, setting.source) for policy in targets}
-    jobs = [TraceJob(replace(run, duration=setting.scale * _length(run)), tuple(rate for rate, _ in printed[policy]),
+    jobs = [TraceJob(replace(run, duration=setting.scale * length_of(run)), tuple(rate for rate, _ in printed[policy]),
                      targets[policy].level, targets[policy].rate) for policy, run in runs.items()]
     traced = dict(zip(targets, setting.map(call, jobs), strict=True))
     cells: list[Cell] = []
@@ -117,6 +116,7 @@ def fig12(figure: str, setting: Setting) -> Outcome:
                   limits=(width, height))
     return Outcome(figure, f"Figure {figure[3:]}: {model.upper()}, {workload}", tuple(cells), (panel,), (
         setting.source.describe(workload),
+        "the coefficients were fitted to these curves (FasterTransformer's to 12a-c only), one set for all six panels",
         "rates are compared at 0.5 s/token, or at the highest latency plotted where a printed curve ends below",
         "synthetic sets: 20 minutes of arrivals (FasterTransformer an hour); points of fewer than 2,000 requests are "
         "medians over up to 11 draws; where the paper had fewer than 50, low load is requests served alone"))
@@ -159,7 +159,7 @@ def fig14(setting: Setting) -> Outcome:
     for (kind, width), figure in panels_of.items():
         rates = {policy: traced[kind, width, policy].rate for policy in policies}
         printed = {policy: targets[kind, width, policy].rate for policy in policies}
-        cells.append(near(f"{kind} {width}: vLLM over Orca (Oracle)", rates["paged"] / rates["orca-oracle"],
+        cells.append(near(f"{kind} {width}: vLLM over Orca (Oracle) (fitted)", rates["paged"] / rates["orca-oracle"],
                           printed["paged"] / printed["orca-oracle"], 0.15, "x"))
         cells.append(claim(f"{kind} {width}: order of the systems", in_order(printed, rates), "as in the figure"))
         cells += [Cell(f"{kind} {width}: {SYSTEMS[policy]}, rate at {targets[kind, width, policy].level:.3g} s/token",
@@ -175,7 +175,8 @@ def fig14(setting: Setting) -> Outcome:
     cells.append(Cell("beam 6: the text's gain", grows[2], paper_figures()["fig14"]["beam-6"], unit="x"))
     return Outcome("fig14", "Figure 14: parallel generation and beam search, OPT-13B on Alpaca", tuple(cells),
                    tuple(panels), (setting.source.describe("alpaca-paper"), "runs of 300 s (the paper: an hour)",
-                                   beam_note(setting)))
+                                   "two coefficients were chosen by this figure: sequence_seconds by its parallel "
+                                   "sampling, copy_seconds by its beams", beam_note(setting)))
 
 
 def fig16(setting: Setting) -> Outcome:
@@ -246,7 +247,8 @@ def fig17(setting: Setting) -> Outcome:
     return Outcome("fig17", "Figure 17: chat, OPT-13B", tuple(cells), (panel,), (
         setting.source.describe("chat"),
         "as many turns as arrivals, each served once, as in the artefact; queries and answers of the shipped fit "
-        "(another population and tokenizer) scaled to the means that the paper prints for first rounds"))
+        "(another population and tokenizer) scaled so that the means over all turns are those that the paper prints of "
+        "ShareGPT: scaled so over first rounds alone, all four rates were 15 % high"))
 
 
 EXPERIMENTS: Mapping[str, Experiment] = {

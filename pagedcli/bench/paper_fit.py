@@ -1,8 +1,9 @@
-"""One set of cost coefficients for the six panels of Figure 12.
+"""One set of cost coefficients for the six panels of Figure 12 and vLLM's batch in Figure 13.
 
 Each round runs every system at its lowest rate and at the rate where its own curve passes the compared latency, keeps
 the load of every step, and fits the coefficients to those loads: at low rates the latency, at the knee the rate (the
-time that the same steps take under other coefficients moves the knee in proportion). A few rounds settle it.
+time that the same steps take under other coefficients moves the knee in proportion). Figure 13 joins in the same form:
+the rate at which vLLM's batch of Alpaca requests is the printed one is to be that figure's rate. A few rounds do it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from numpy.typing import NDArray
 
 from pagedcli.bench.least_squares import fit_positive
 from pagedcli.bench.paper_lengths import LengthSource
-from pagedcli.bench.paper_setup import PLACES, Run, mean_latency
-from pagedcli.bench.paper_targets import Target
+from pagedcli.bench.paper_setup import PLACES, SYSTEMS, Run, mean_latency, paper_figures
+from pagedcli.bench.paper_targets import PANELS, Target, find_rate, target_of
 from pagedcli.bench.records import Floats
 from pagedcli.execution.cost_model import CostModel, StepLoad
 from pagedcli.execution.hardware import Coefficients
@@ -99,7 +100,8 @@ def latency_of(item: Trial, seconds: Floats) -> float:
 FREE: Mapping[str, tuple[float, float]] = {
     "weight_efficiency": (0.5, 0.9), "flop_efficiency": (0.3, 0.8), "kv_efficiency": (0.2, 0.9),
     "layer_seconds": (1e-6, 1e-3), "step_seconds": (1e-4, 2e-2), "sequence_seconds": (1e-7, 1e-3),
-    "token_seconds": (1e-9, 1e-4), "allreduce_seconds": (1e-6, 3e-4), "prompt_seconds": (1e-6, 1e-2),
+    "token_seconds": (1e-9, 1e-4), "allreduce_seconds": (1e-6, 3e-4), "prompt_seconds": (1e-6, 2e-2),
+    "link_efficiency": (0.1, 1.0),
     "ft_step_seconds": (1e-4, 2e-2), "ft_layer_seconds": (1e-6, 1e-3), "ft_allreduce_seconds": (1e-7, 3e-4),
     "ft_sequence_seconds": (1e-6, 3e-3),
 }
@@ -115,27 +117,84 @@ def split(values: Mapping[str, float], base: Coefficients) -> dict[str, Coeffici
     return {"": main, STATIC: replace(main, **theirs)}
 
 
-def fit_round(trials: Mapping[tuple[str, str], tuple[Trial, Trial, float]], targets: Iterable[Target],
-              start: Mapping[str, float], base: Coefficients) -> dict[str, float]:
-    """Fit to recorded runs. `trials`: for each target its low-rate run, its run at the knee, and our rate there."""
-    wanted = list(targets)
+@dataclass(frozen=True)
+class Knee:
+    """A run at the edge of what its system bears: at `rate` requests/s, ours, where the paper has `wanted`."""
+
+    trial: Trial
+    rate: float
+    wanted: float
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a fit needs of one target: its run at the lowest printed rate (None: no latency is judged) and its knee."""
+
+    knee: Knee
+    low: Trial | None = None
+    low_latency: float = math.nan
+
+
+def record(target: Target, source: LengthSource, coefficients: Mapping[str, Coefficients]) -> Recorded:
+    """Run one curve of Figure 12 at its lowest rate and at its knee."""
+    from pagedcli.bench.experiments_rates import TraceJob, length_of
+
+    model, workload = PANELS[target.figure]
+    run = Run(target.policy, model, workload, target.low_rate, source, limit=None, coefficients=coefficients)
+    run = replace(run, duration=length_of(run))
+    printed = paper_figures()["curves"][target.figure][target.policy]
+    found = TraceJob(replace(run, limit=1.1), tuple(rate for rate, _ in printed), target.level, target.rate)()
+    return Recorded(Knee(trial(replace(run, rate=found.rate)), found.rate, target.rate), trial(run), target.low_latency)
+
+
+def record_batch(source: LengthSource, coefficients: Mapping[str, Coefficients], rate: float = 30.0,
+                 duration: float = 1200.0) -> Recorded:
+    """The rate at which vLLM's mean batch of Alpaca requests is Figure 13's, which is to be that figure's `rate`."""
+    from pagedcli.bench.simulate import step_table
+
+    run = Run("paged", "opt-13b", "alpaca-paper", rate, source, duration=duration, limit=None, horizon=duration,
+              coefficients=coefficients)
+
+    def batch(at: float) -> float:
+        steps = step_table(replace(run, rate=at).events()[1]).between(duration / 6, duration)
+        return float(steps.column("running").mean())
+
+    found = find_rate(batch, paper_figures()["fig13"]["alpaca"]["paged"], rate, 0.005)
+    return Recorded(Knee(trial(replace(run, rate=found)), found, rate))
+
+
+def record_all(source: LengthSource, coefficients: Mapping[str, Coefficients]) -> list[Recorded]:
+    """All curves of the Python systems, and Figure 13's batch last. Minutes; nothing keeps a caller from recording them
+    in several processes instead."""
+    targets = [target_of(figure, policy) for figure in PANELS for policy in SYSTEMS if policy != STATIC]
+    return [*(record(target, source, coefficients) for target in targets), record_batch(source, coefficients)]
+
+
+STEEP = 0.08
+"""Errors beyond this count with the cube of their size, so that none of the 15 % is spent on a single cell."""
+
+BATCH_WEIGHT = 40.0
+"""Near the knee a batch is some ten times as sensitive as the rate: Figure 13's rate must fit to a few thousandths."""
+
+
+def fit_round(recorded: Iterable[Recorded], start: Mapping[str, float], base: Coefficients,
+              fixed: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Fit to recorded runs of the coefficients `start` and `base`; `fixed` holds some at other values."""
+    items = list(recorded)
     before = split(start, base)
-    spent = {target.key: float(recost(trials[target.key][1], before).sum()) for target in wanted}
+    spent = [float(recost(item.knee.trial, before).sum()) for item in items]
 
     def residuals(values: Mapping[str, float]) -> Floats:
-        coefficients = split(values, base)
+        coefficients = split({**values, **(fixed or {})}, base)
         errors: list[float] = []
-        for target in wanted:
-            low, knee, rate = trials[target.key]
-            latency = latency_of(low, recost(low, coefficients))
-            errors.append(math.log(latency / target.low_latency))
-            moved = rate * spent[target.key] / float(recost(knee, coefficients).sum())
-            errors.append(math.log(moved / target.rate))
+        for item, was in zip(items, spent, strict=True):
+            moved = item.knee.rate * was / float(recost(item.knee.trial, coefficients).sum())
+            error = math.log(moved / item.knee.wanted)
+            if item.low is None:
+                errors.append(BATCH_WEIGHT * error)
+                continue
+            late = math.log(latency_of(item.low, recost(item.low, coefficients)) / item.low_latency)
+            errors += [each * math.sqrt(1 + (each / STEEP) ** 4) for each in (error, late)]
         return np.array(errors)
 
     return fit_positive(residuals, start, FREE, prior=2e-4)
-
-
-def source_of(file: Any = None) -> LengthSource:
-    """The default length source of a fit."""
-    return LengthSource(file)

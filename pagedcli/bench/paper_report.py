@@ -36,8 +36,10 @@ def write_summary(folder: Path) -> Path:
     stored, left_out = _stored(folder)
     judged = [cell for item in stored for cell in item["cells"] if cell["verdict"] != "shown"]
     lines = ["# The PagedAttention paper, simulated", "",
-             "Written by `pagedcli paper`. Real scheduler and memory policies, simulated time (cost model fitted to "
-             "the A100 panels of Figure 12); request lengths are drawn from fitted distributions unless a note says "
+             "Written by `pagedcli paper`. Real scheduler and memory policies, simulated time. The cost model was "
+             "fitted to Figure 12, to one batch of Figure 13 and, in two terms, to Figure 14; Alpaca's lengths "
+             "to two batches of Figure 13. Cells marked (fitted), and all of Figure 12, therefore check the fit and "
+             "predict nothing. Request lengths are drawn from fitted distributions unless a note says "
              "otherwise. Paper: Kwon et al., SOSP 2023.", "",
              f"{sum(cell['verdict'] == 'holds' for cell in judged)} of {len(judged)} judged cells hold.", "",
              *_origin(stored), *_named(left_out), *_verdicts(stored)]

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,14 @@ import pytest
 from pagedcli.bench.experiments import Setting, choose, near, points, registry, run_experiment, run_experiments
 from pagedcli.bench.experiments_memory import beams_of
 from pagedcli.bench.experiments_rates import in_order
-from pagedcli.bench.paper_fit import split
+from pagedcli.bench.paper_alpaca import TILT, alpaca_pairs, features, fitted_pairs, solve_tilt, tilted
+from pagedcli.bench.paper_fit import Knee, Recorded, fit_round, latency_of, recost, split, trial
 from pagedcli.bench.paper_lengths import CHAT_FACTORS, LengthSource, chat_lengths
 from pagedcli.bench.paper_report import write_outcome, write_summary
 from pagedcli.bench.paper_setup import PLACES, Run, config_for, crossing, paper_figures, papers_requests
 from pagedcli.bench.paper_targets import PANELS, find_rate, target_of
 from pagedcli.bench.signature import Signature
+from pagedcli.bench.simulate import step_table
 from pagedcli.core.errors import UsageError
 from pagedcli.engine.beam_script import RecordedBeams
 from pagedcli.execution.hardware import find_hardware
@@ -210,12 +213,85 @@ def test_curves_that_were_read_off_give_the_printed_ratios() -> None:
 
 
 def test_chat_is_scaled_to_the_printed_means() -> None:
-    """First rounds under the paper's filter have, times the factors, the means of the paper's Figure 11."""
+    """All turns, as served: speakers counted, answers cut at 1,016 tokens. The means are those of Figure 11."""
     drawn = simulate_turns(ChatModel.from_json(load_sample("chat")["chat"]), 40_000, np.random.default_rng(3))
-    kept = (drawn.turn == 0) & (drawn.query + drawn.output < 2048)
     paper = find_spec("sharegpt").paper
-    for factor, lengths, name in zip(CHAT_FACTORS, (drawn.query, drawn.output), ("prompt", "output"), strict=True):
-        assert factor * lengths[kept].mean() == pytest.approx(paper[f"{name}_mean"], rel=0.03)
+    query, answer = (np.rint(factor * lengths) + speaker for factor, lengths, speaker in
+                     zip(CHAT_FACTORS, (drawn.query, drawn.output), (2, 3), strict=True))
+    assert query.mean() == pytest.approx(paper["prompt_mean"], rel=0.01)
+    assert np.minimum(answer, 1016).mean() == pytest.approx(paper["output_mean"], rel=0.01)
+    served = [output for _, output in chat_lengths(20_000, 0)]
+    assert sum(served) / len(served) == pytest.approx(paper["output_mean"], rel=0.02)
+
+
+def test_orcas_chunks_by_hand() -> None:
+    """19 + 109 tokens fill 8 blocks; one token more takes 9, which buddies round to 16; Pow2 takes 109 for 128."""
+    pairs = np.array([(19, 109), (20, 109), (1, 1), (1000, 1047)])
+    assert features(pairs).tolist() == [[19, 109, 109 * 8, 109 * 16], [20, 109, 109 * 16, 109 * 16], [1, 1, 1, 1],
+                                        [1000, 1047, 1047 * 128, 1047 * 128]]
+
+
+def test_the_least_tilt_gives_the_wanted_means() -> None:
+    coin = np.array([[0.0], [1.0]])
+    assert solve_tilt(coin, np.array([0.75]))[0] == pytest.approx(math.log(3))
+    rng = np.random.default_rng(0)
+    normal = rng.standard_normal((20_000, 2))
+    tilt = solve_tilt(normal, np.array([0.3, -0.2]))
+    assert tilt == pytest.approx([0.3, -0.2], abs=0.02)  # of unit normals the tilt is the shift
+    assert tilted(normal @ tilt) @ normal == pytest.approx([0.3, -0.2], abs=1e-6)
+
+
+def test_alpaca_has_the_papers_four_numbers() -> None:
+    """Figure 11's means, and in a quarter of Figure 13's hour the batches of the two Orcas that lengths decide."""
+    pairs = alpaca_pairs(52_002, 7)  # a seed that nothing was fitted to
+    assert pairs.mean(axis=0) == pytest.approx((19.31, 58.45), rel=0.01)
+    printed = paper_figures()["fig13"]["alpaca"]
+    for policy in ("orca-oracle", "orca-pow2"):
+        run = Run(policy, "opt-13b", "alpaca-paper", 30.0, LengthSource(), duration=900.0, limit=None, horizon=900.0)
+        steps = step_table(run.events()[1]).between(300.0, 900.0)
+        assert float(steps.column("running").mean()) == pytest.approx(printed[policy], rel=0.03)
+
+
+def test_the_tilt_is_slight() -> None:
+    """Most of the draws' worth is left, and up to the 95th percentile quantiles move by at most 4 % or a token."""
+    plain = fitted_pairs(200_000, np.random.default_rng(1))
+    weights = tilted(features(plain) @ np.array(TILT))
+    assert 1 / (weights ** 2).sum() > 0.95 * len(plain)
+    drawn = alpaca_pairs(52_002, 1)
+    for share in (0.25, 0.5, 0.75, 0.9, 0.95):
+        assert np.quantile(drawn, share, axis=0) == pytest.approx(np.quantile(plain, share, axis=0), rel=0.04, abs=1.0)
+
+
+@pytest.mark.slow
+def test_the_coefficients_hold_figures_13_and_18b() -> None:
+    """vLLM's batch of Alpaca requests over Figure 13's hour, and Figure 18b's shape: 16 or 32 best, 128 far off."""
+    run = Run("paged", "opt-13b", "alpaca-paper", 30.0, LengthSource(), duration=3600.0, limit=None, horizon=3600.0)
+    steps = step_table(run.events()[1]).between(600.0, 3600.0)
+    printed = paper_figures()["fig13"]["alpaca"]["paged"]
+    assert float(steps.column("running").mean()) == pytest.approx(printed, rel=0.10)
+    latency = {size: replace(run, rate=30.1, duration=600.0, horizon=math.inf, limit=40.0, block_size=size)
+               .point().latency for size in (8, 16, 32, 64, 128)}
+    assert min(latency, key=lambda size: latency[size]) in (16, 32)
+    assert latency[128] > 1.5 * latency[16]
+
+
+def test_a_fit_finds_the_coefficients_that_made_the_runs() -> None:
+    """Runs of one system and what it measured; begun elsewhere, the fit comes back to the terms that they had."""
+    base = find_hardware("a100-40gb").coefficients
+    true = {"layer_seconds": base.layer_seconds, "sequence_seconds": base.sequence_seconds}
+    begun = {name: 1.5 * value for name, value in true.items()}
+    recorded = []
+    for policy, rate in (("paged", 1.5), ("orca-max", 0.4)):
+        run = Run(policy, "opt-13b", "sharegpt", rate, LengthSource(), duration=120.0, limit=None,
+                  coefficients=split(begun, base))
+        low = trial(replace(run, rate=0.1))
+        knee = trial(run)
+        spent = [float(recost(knee, split(values, base)).sum()) for values in (begun, true)]
+        recorded.append(Recorded(Knee(knee, rate, rate * spent[0] / spent[1]), low,
+                                 latency_of(low, recost(low, split(true, base)))))
+    found = fit_round(recorded, begun, base)
+    for name, value in true.items():
+        assert found[name] == pytest.approx(value, rel=0.05)
 
 
 def test_waste_of_figure_2_in_a_short_run() -> None:

@@ -59,6 +59,16 @@ def test_devices_share_the_work_and_pay_for_talking() -> None:
     assert slower - four == pytest.approx(64 * 2 * 2 * 1e-3)  # layers x two all-reduces x log2(4)
 
 
+def test_an_exchange_takes_its_share_of_the_link() -> None:
+    """Of n devices each sends 2 (n - 1) / n of a token's activations twice a layer (ring all-reduce)."""
+    shape = SHAPES["opt-66b"]
+    full, quarter = (CostModel(_hardware(), shape, 4, coefficients=Coefficients(
+        **{**IDEAL.as_dict(), "link_efficiency": share})) for share in (1.0, 0.25))
+    assert full.token == pytest.approx(2 * 64 * (2 * 3 / 4) * 9216 * 2 / 1e11)
+    assert quarter.token == pytest.approx(4 * full.token)
+    assert CostModel(_hardware(), shape).token == 0.0
+
+
 def test_parts_add_up() -> None:
     model = Deployment(find_hardware("a100-40gb"), SHAPES["opt-13b"]).cost_model
     load = StepLoad(30, 12_000, 2, 300, 30_000, 3, 5)
