@@ -143,6 +143,7 @@ def _results(setup: Setup, backend: Backend, workload: Workload, session: Sessio
         "model": info.model, "load_format": config.model.load_format, "dtype": info.dtype, "kv_dtype": info.kv_dtype,
         "attention": info.attention, "max_model_len": backend.max_len, "block_size": limits.block_size,
         "kv_blocks": limits.num_blocks, "prefix_cache": config.cache.prefix_cache,
+        "idle_kv_share": config.cache.idle_share,
         "chunked_prefill": config.scheduler.chunked_prefill, "max_num_seqs": config.scheduler.max_num_seqs,
         "token_budget": config.scheduler.token_budget, "preemption": config.scheduler.preemption,
         "n": setup.params.n, "beam_width": setup.params.width if setup.params.use_beam_search else None,

@@ -123,6 +123,8 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
     Option("swap_space", str, "Host memory for preempted sequences in bytes, or such as 4GiB (--simulate, where "
            "unset: the paper's 20GiB a device).", MEMORY, "4GiB", metavar="SIZE"),
     Option("no_prefix_cache", bool, "Do not reuse blocks of equal prompt beginnings.", MEMORY),
+    Option("idle_kv_share", float, "On a CPU, to spare memory: keep blocks of finished rows up to this share of the most "
+           "in use at once. Default: all.", MEMORY, least=0),
     Option("preemption", Literal["auto", "recompute", "swap"], "What happens to a running group when blocks run out.",
            MEMORY, _S.preemption),
     Option("max_num_seqs", int, "Sequences in one step at most.", BATCH, _S.max_num_seqs),
@@ -248,7 +250,7 @@ def run_config(settings: Mapping[str, Any], policy: str = "paged") -> RunConfig:
         "tensor_parallel_size", "trust_remote_code") if name in settings}
     cache = {new: settings[old] for old, new in (
         ("block_size", "block_size"), ("num_kv_blocks", "num_blocks"), ("kv_cache_dtype", "dtype"),
-        ("gpu_memory_utilization", "gpu_memory_utilization")) if old in settings}
+        ("gpu_memory_utilization", "gpu_memory_utilization"), ("idle_kv_share", "idle_share")) if old in settings}
     for old, new in (("kv_cache_memory", "memory"), ("swap_space", "swap_space")):
         if old in settings:
             cache[new] = parse_size("--" + old.replace("_", "-"), settings[old])

@@ -48,7 +48,12 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV pool. `num_blocks` wins over `memory` (bytes); with neither, a share of free memory is taken."""
+    """The KV pool. `num_blocks` wins over `memory` (bytes); with neither, a share of free memory is taken.
+
+    `idle_share`: where a pool's memory is only made when it is first touched, how many blocks of finished rows may wait
+    to be found again, as a share of the most blocks held at once, before one of them is used again instead of an
+    untouched one (see memory/pool.py). None: all that the pool has room for.
+    """
 
     block_size: int = 16
     num_blocks: int | None = None
@@ -58,6 +63,7 @@ class CacheConfig:
     prefix_cache: bool = True
     watermark: float = 0.01
     gpu_memory_utilization: float = 0.9
+    idle_share: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "memory"):

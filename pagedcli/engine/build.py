@@ -40,7 +40,8 @@ MemoryMaker = Callable[[RunConfig, ExecutorLimits, int], MemoryPolicy]
 def _paged(config: RunConfig, limits: ExecutorLimits, max_len: int) -> MemoryPolicy:
     del max_len
     return PagedMemory(limits.num_blocks, limits.block_size, host_blocks=limits.host_blocks,
-                       watermark=config.cache.watermark, prefix_cache=config.cache.prefix_cache)
+                       watermark=config.cache.watermark, prefix_cache=config.cache.prefix_cache,
+                       idle_share=config.cache.idle_share if limits.grows else None)
 
 
 _MEMORIES: dict[str, MemoryMaker] = {
@@ -153,7 +154,7 @@ def _null(config: RunConfig) -> tuple[Executor, Any]:
     positions = config.model.max_model_len or NULL_POSITIONS
     limits = ExecutorLimits(num_blocks=cache.num_blocks or NULL_BLOCKS, host_blocks=NULL_BLOCKS,
                             block_size=cache.block_size, max_positions=positions, vocab_size=tokenizer.vocab_size,
-                            bytes_per_block=cache.block_size)
+                            bytes_per_block=cache.block_size, grows=True)
     return NullExecutor(limits), tokenizer
 
 

@@ -6,6 +6,7 @@ it has kills the process later, without a word.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,3 +99,10 @@ def holding(what: str, device: Device, way_out: str, size: int = 0) -> Iterator[
             raise
         raise CannotRunError(f"{what}: does not fit in {device.type} memory, which has {free_memory(device):,} bytes "
                              f"free. {way_out}", "out_of_memory") from fault
+
+
+def give_back() -> None:
+    """Ask the C library to return to the system what it keeps of freed memory."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -11,7 +11,10 @@ from pagedcli.core.plan import StepPlan, StepResult
 
 @dataclass(frozen=True, slots=True)
 class ExecutorLimits:
-    """What an executor can hold. Sizes in bytes; `max_positions` in tokens (prompt plus output of one sequence)."""
+    """What an executor can hold. Sizes in bytes; `max_positions` in tokens (prompt plus output of one sequence).
+
+    `grows`: a block costs memory only once it is used.
+    """
 
     num_blocks: int
     host_blocks: int
@@ -19,6 +22,7 @@ class ExecutorLimits:
     max_positions: int
     vocab_size: int
     bytes_per_block: int
+    grows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

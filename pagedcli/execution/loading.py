@@ -173,7 +173,8 @@ class _Maker:
             trial.decoder.attach(backend)
             limits = ExecutorLimits(num_blocks=size.num_blocks, host_blocks=size.host_blocks,
                                     block_size=cache.block_size, max_positions=max_positions,
-                                    vocab_size=own.vocab_size, bytes_per_block=size.block_bytes)
+                                    vocab_size=own.vocab_size, bytes_per_block=size.block_bytes,
+                                    grows=self.device.type == "cpu")
             steps = path.steps(trial.decoder, backend, limits)
         notes = [*self.source.notes,
                  f"KV pool: {counted(size.num_blocks, 'block')} of {counted(cache.block_size, 'token')} ({size.note})",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from pagedcli.attention.host_arrays import aligned_copy, aligned_zeros, as_array
 from pagedcli.attention.interface import LayerSpec
 from pagedcli.execution import linear_kernels as linear
+from pagedcli.execution.host_memory import give_back
 
 if TYPE_CHECKING:
     from pagedcli.execution.hf_model import HFDecoder
@@ -109,7 +109,7 @@ def pack_weights(source: HFDecoder) -> NativeWeights:
         embedding=None if tied else aligned_copy(embedding), norm=aligned_copy(module.model.norm.weight),
         head=pack_product(head.weight, head.bias),
         layers=tuple(pack_layer(layer) for layer in module.model.layers))
-    _give_back()
+    give_back()  # some 200 MiB of the originals of a small model
     return result
 
 
@@ -144,10 +144,3 @@ def rebuild(facts: Mapping[str, Any], found: Mapping[str, NDArray[Any]]) -> Nati
         **{key: facts[key] for key in ("vocab_size", "hidden", "eps", "rotary_scale")},
         inv_freq=found["inv_freq"], embedding=found.get("embedding"), norm=found["norm"], head=product("head"),
         layers=layers)
-
-
-def _give_back() -> None:
-    """Ask the C library to return what it keeps of freed memory: some 200 MiB of the originals of a small model."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

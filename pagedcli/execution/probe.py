@@ -72,12 +72,18 @@ def disagreement(ours: NDArray[np.float32], theirs: NDArray[np.float32], *, exac
     Rounding can send a token to another expert, which changes that row for good; attention that is misunderstood
     changes most rows. Infinite when anything is not finite.
     """
-    scale = max(float(np.sqrt(np.square(theirs).mean())), float(np.finfo(np.float32).tiny))
+    scale = max(float(np.sqrt(np.mean([_power(row) for row in theirs]))), float(np.finfo(np.float32).tiny))
     with np.errstate(invalid="ignore", over="ignore"):
-        errors = np.sqrt(np.square(ours - theirs).mean(axis=1)) / scale
+        errors = np.sqrt([_power(mine - other) for mine, other in zip(ours, theirs, strict=True)]) / scale
     if not np.isfinite(errors).all():
         return math.inf
     return float(errors.max() if exact else np.median(errors))
+
+
+def _power(row: NDArray[np.float32]) -> np.float32:
+    """Mean square. Row by row, since all rows of a large vocabulary at once would be the peak of a start's memory."""
+    power: np.float32 = np.square(row).mean()
+    return power
 
 
 def check_layers(decoder: Judged, backend: AttentionBackend, cache_dtype: Any, block_size: int,

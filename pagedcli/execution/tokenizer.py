@@ -13,6 +13,7 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from pagedcli.core.errors import CannotRunError, RequestError
+from pagedcli.execution.host_memory import give_back
 from pagedcli.execution.model_hub import ModelSource
 
 Message = Mapping[str, Any]
@@ -141,6 +142,7 @@ def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> T
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as fault:  # the library raises bare Exception
             raise CannotRunError(f"cannot read the tokenizer {file}: {fault}", "bad_tokenizer") from fault
+        give_back()  # a third of what reading the file took
     elif not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
     else:

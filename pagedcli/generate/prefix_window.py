@@ -6,8 +6,8 @@ input order, and a row counts as cached what it found in the cache and an earlie
 engine that has not computed such a beginning itself (another replica did, or an earlier process) computes it once
 ahead of the row, which then finds it; those tokens are counted apart (`Counters.warmed_tokens`).
 
-Only the window's side is certain. When a pool is so short of blocks that it gives up some which a later row would have
-shared, that row computes them and says so.
+Only the window's side is certain. When a pool is so short of blocks, or so sparing (`--idle-kv-share`), that it gives
+up some which a later row would have shared, that row computes them and says so.
 """
 
 from __future__ import annotations

@@ -22,18 +22,18 @@ class PagedMemory(MemoryPolicy):
     num_blocks, host_blocks: device and host blocks of `block_size` tokens each. `watermark`: share of the device blocks
     that admission and swap-in leave free while anything runs (paper's artefact: 1 %), so that what runs can
     grow. `prefix_cache`: whether full blocks can be found by later requests with the same beginning; an
-    explicit shared prefix (`start_pin`, `pin`) works either way.
+    explicit shared prefix (`start_pin`, `pin`) works either way. `idle_share`: see `BlockPool`.
     """
 
     name = "paged"
 
     def __init__(self, num_blocks: int, block_size: int = 16, *, host_blocks: int = 0, watermark: float = 0.01,
-                 prefix_cache: bool = True) -> None:
+                 prefix_cache: bool = True, idle_share: float | None = None) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.host_blocks = host_blocks
         self.watermark_blocks = int(watermark * num_blocks)
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, idle_share)
         self.swap = SwapSpace(host_blocks)
         self.prefix = PrefixCache(self.pool, block_size)
         self._automatic = prefix_cache
@@ -70,8 +70,10 @@ class PagedMemory(MemoryPolicy):
         final = group.final_len
         for blocks in entry.tables:  # all found blocks are held before any is taken, which may evict idle ones
             for block in blocks:
-                if block >= 0 and self.pool.share(block):
-                    self._ledger.hold(block, self.block_size)
+                if block >= 0:
+                    if self.pool.share(block):
+                        self._ledger.hold(block, self.block_size)
+                    self.pool.found(block)
         fresh = [-1] * entry.fresh
         for seq, blocks, shared, (tip, depth) in zip(group.live, entry.tables, entry.shared, entry.tips, strict=True):
             for index, block in enumerate(blocks):

@@ -5,62 +5,100 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
+_KEPT, _FOUND = 1, 2
+"""What can be found again, and what has been."""
+
 
 class BlockPool:
-    """`num_blocks` block ids, 0-based, each free, held (counted references) or idle.
+    """`num_blocks` block ids, 0-based, each untouched, free, held (counted references) or idle.
 
     Idle blocks have no holder but keep contents worth finding again (marked by `keep`). They may be handed out, oldest
-    first, but only when the free list is empty, and `evicting(block)` is called before that happens. The free
+    first, but only when no other block is left, and `evicting(block)` is called before that happens. The free
     list is last in, first out: the block freed last is the one most likely still in a processor's cache.
+
+    Memory that is only made when it is first touched can be spared: with `idle_share`, an idle block is handed out
+    before an untouched one while there are more idle blocks than this share of the most that were ever held at once.
+    Those go first whose contents nobody has asked for a second time (see `found`), and only they are counted. A pool
+    then grows with what runs, not with what ran.
     All operations take constant time.
     """
 
-    __slots__ = ("_free", "_idle", "_kept", "evicting", "num_blocks", "refs")
+    __slots__ = ("_found", "_free", "_idle", "_idle_share", "_kept", "_most_held", "evicting", "num_blocks", "refs",
+                 "touched")
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, idle_share: float | None = None) -> None:
         self.num_blocks = num_blocks
         self.refs = [0] * num_blocks
         """References of each block; read freely, change only through the methods."""
         self.evicting: Callable[[int], None] | None = None
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self.touched = 0
+        """Blocks that were ever handed out: those with the lowest ids."""
+        self._free: list[int] = []
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self._found: OrderedDict[int, None] = OrderedDict()
         self._kept = bytearray(num_blocks)
+        self._idle_share = idle_share
+        self._most_held = 0
 
     @property
     def available(self) -> int:
         """Blocks that `take` can still hand out."""
-        return len(self._free) + len(self._idle)
+        return self.num_blocks - self.held
 
     @property
     def held(self) -> int:
         """Blocks with at least one reference."""
-        return self.num_blocks - len(self._free) - len(self._idle)
+        return self.touched - len(self._free) - len(self._idle) - len(self._found)
 
     @property
     def idle(self) -> int:
         """Blocks without a holder whose contents can still be found."""
-        return len(self._idle)
+        return len(self._idle) + len(self._found)
 
     def take(self) -> int:
         """A block nobody holds, now with one reference. Ask `available` first."""
         if self._free:
             block = self._free.pop()
+        elif self.touched < self.num_blocks and not self._spares():
+            block = self.touched
+            self.touched += 1
         else:
-            assert self._idle, f"all {self.num_blocks} blocks are held; ask `available` before `take`"
-            block, _ = self._idle.popitem(last=False)
-            self._kept[block] = 0
-            if self.evicting is not None:
-                self.evicting(block)
+            block = self._evict()
         self.refs[block] = 1
+        return block
+
+    def _spares(self) -> bool:
+        """Whether an idle block is to be used before an untouched one."""
+        if self._idle_share is None:
+            return False
+        self._most_held = max(self._most_held, self.held + 1)  # with the one that is about to be taken
+        return len(self._idle) > self._idle_share * self._most_held
+
+    def _evict(self) -> int:
+        idle = self._idle or self._found
+        assert idle, f"all {self.num_blocks} blocks are held; ask `available` before `take`"
+        block, _ = idle.popitem(last=False)
+        self._kept[block] = 0
+        if self.evicting is not None:
+            self.evicting(block)
         return block
 
     def share(self, block: int) -> bool:
         """One more reference. True when the block was idle, that is, it just became held."""
         self.refs[block] += 1
         if self.refs[block] == 1:
-            del self._idle[block]
+            del self._home(block)[block]
             return True
         return False
+
+    def found(self, block: int) -> None:
+        """A second request has asked for a kept block's contents: others may too."""
+        if self._idle_share is not None and self.refs[block]:
+            self._kept[block] = _FOUND
+
+    def _home(self, block: int) -> OrderedDict[int, None]:
+        """Where a kept block without a holder waits."""
+        return self._found if self._kept[block] == _FOUND else self._idle
 
     def release(self, block: int) -> bool:
         """One reference less. True when it was the last: the block is free, or idle if its contents are kept."""
@@ -70,26 +108,28 @@ class BlockPool:
         if left:
             return False
         if self._kept[block]:
-            self._idle[block] = None
+            self._home(block)[block] = None
         else:
             self._free.append(block)
         return True
 
     def keep(self, block: int) -> None:
         """The contents of a held block can be found again: make it idle, not free, when its last holder leaves."""
-        self._kept[block] = 1
+        self._kept[block] = _KEPT
 
     def unkeep(self, block: int) -> None:
         """Undo `keep`; an idle block becomes free at once."""
+        home = self._home(block)
         self._kept[block] = 0
-        if block in self._idle:
-            del self._idle[block]
+        if block in home:
+            del home[block]
             self._free.append(block)
 
     def check(self) -> None:
-        """Each block is free, idle or held, exactly one of them. Raises AssertionError. O(pool)."""
-        free, idle = set(self._free), set(self._idle)
-        assert len(free) == len(self._free), "a block is twice in the free list"
+        """Each block is untouched, free, idle or held, exactly one of them. Raises AssertionError. O(pool)."""
+        free, idle = set(self._free) | set(range(self.touched, self.num_blocks)), {*self._idle, *self._found}
+        assert len(free) == len(self._free) + self.num_blocks - self.touched, "a block is twice in the free list"
+        assert len(idle) == self.idle, "a block is idle in two ways"
         assert not free & idle, f"blocks {sorted(free & idle)} are both free and idle"
         for block, count in enumerate(self.refs):
             assert count >= 0, f"block {block} has {count} references"

@@ -298,9 +298,11 @@ def test_cached_tokens_after_stops_and_with_other_numbers_of_replicas(tmp_path: 
     assert journal.resumed >= 120 and b"".join(journal.ordered()) == expected
 
 
-def test_nothing_is_called_cached_that_was_computed_for_the_row(tmp_path: Path) -> None:
-    """A pool so small that shared blocks are given up: each row says at most what its engine really found."""
-    config = replace(CONFIG, cache=CacheConfig(num_blocks=40))
+@pytest.mark.parametrize("cache", [CacheConfig(num_blocks=40), CacheConfig(idle_share=0.0)], ids=["small", "spared"])
+def test_nothing_is_called_cached_that_was_computed_for_the_row(cache: CacheConfig, tmp_path: Path) -> None:
+    """A pool so small, or so sparing, that shared blocks are given up: each row says at most what its engine really
+    found."""
+    config = replace(CONFIG, cache=cache)
     rows = Shared(tmp_path, 150, config=config)
     for job_counters, journal in [rows.one(), (lambda job, kept: (job.counters(), kept))(
             *rows.many(ScriptedCrew(6, (), config), 2))]:

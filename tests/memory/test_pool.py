@@ -53,6 +53,67 @@ def test_kept_blocks_go_last_and_oldest_first() -> None:
     pool.check()
 
 
+def rows(pool: BlockPool, lives: list[tuple[int, int]]) -> int:
+    """Rows one after another that take blocks, keep all but the last, and give them back; (blocks, at once) each."""
+    for blocks, at_once in lives:
+        held = [[pool.take() for _ in range(blocks)] for _ in range(at_once)]
+        for row in held:
+            for block in row[:-1]:
+                pool.keep(block)
+        for row in held:
+            for block in reversed(row):
+                pool.release(block)
+        pool.check()
+    return pool.touched
+
+
+def test_a_pool_grows_with_what_ran_or_with_what_runs() -> None:
+    """100 times 4 rows of 5 blocks: 20 are held at once, 4 of them turn free and 16 idle each time."""
+    lives = [(5, 4)] * 100
+    assert rows(BlockPool(10_000), lives) == 20 + 99 * 16
+    assert rows(BlockPool(10_000, 0.5), lives) == 20 + 10  # and half of 20 wait
+    assert rows(BlockPool(10_000, 0.0), lives) == 20
+    assert rows(BlockPool(24, 10.0), lives) == 24  # a pool that is full hands out idle ones as ever
+
+
+def test_contents_that_were_asked_for_again_are_not_spared_away() -> None:
+    pool, gone = BlockPool(100, 0.0), []
+    pool.evicting = gone.append
+    first = pool.take()
+    pool.keep(first)
+    pool.found(first)  # while it is held
+    pool.release(first)
+    once, again = pool.take(), pool.take()
+    assert {first, once, again} == {0, 1, 2}  # not the idle one
+    for block in (once, again):
+        pool.keep(block)
+        pool.release(block)
+    assert pool.share(again) is True
+    pool.found(again)  # idle, held again, found
+    pool.release(again)
+    assert [pool.take(), pool.take()] == [once, 3] and gone == [once]
+    assert pool.idle == 2
+    pool.unkeep(first)
+    assert pool.take() == first and gone == [once]
+    pool.check()
+
+
+def test_found_blocks_go_when_nothing_else_is_left() -> None:
+    pool, gone = BlockPool(3, 0.0), []
+    pool.evicting = gone.append
+    a, b = pool.take(), pool.take()
+    for block in (a, b):
+        pool.keep(block)
+        pool.found(block)
+        pool.release(block)
+    assert [pool.take() for _ in range(3)] == [2, a, b] and gone == [a, b]
+    pool.release(a)
+    pool.keep(pool.take())  # new contents: nobody has found them yet
+    pool.release(a)
+    assert pool.take() == a
+    pool.check()
+
+
 def test_unkeep_frees_an_idle_block_at_once() -> None:
     pool = BlockPool(1)
     block = pool.take()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DRIVERS = Path(__file__).resolve().parent / "drivers"
-OURS, JOB = "ours", "ours-job"
+OURS, JOB, LEAN = "ours", "ours-job", "ours-lean"
 OWN_PYTHON = Path(sys.executable)
 
 
@@ -76,7 +76,7 @@ class Engine:
 
     @property
     def ours(self) -> bool:
-        return self.name in (OURS, JOB)
+        return self.name in (OURS, JOB, LEAN)
 
 
 def _driver(name: str, python: Path, ask: Ask, model: Path | None, *more: str | Path) -> list[str | Path]:
@@ -85,8 +85,8 @@ def _driver(name: str, python: Path, ask: Ask, model: Path | None, *more: str | 
             "--threads", str(ask.threads), *chosen, *more]
 
 
-def _own(place: Place, ask: Ask) -> list[str | Path]:
-    return _driver("ours", OWN_PYTHON, ask, None)
+def _own(*more: str) -> Command:
+    return lambda place, ask: _driver("ours", OWN_PYTHON, ask, None, *more)
 
 
 def _job(place: Place, ask: Ask) -> list[str | Path]:
@@ -142,7 +142,8 @@ def preloads(place: Place) -> list[Path]:
 
 
 ENGINES: Mapping[str, Engine] = {engine.name: engine for engine in (
-    Engine(OURS, "pagedcli", _own, _with_repository),
+    Engine(OURS, "pagedcli", _own(), _with_repository),
+    Engine(LEAN, "pagedcli, sparing memory", _own("--lean"), _with_repository),
     Engine(JOB, "pagedcli generate, the whole job", _job, _with_repository),
     Engine("openvino", "OpenVINO GenAI", _openvino, _plain, "openvino"),
     Engine("vllm", "vLLM CPU, compiled", _vllm(), _vllm_environment, "vllm"),

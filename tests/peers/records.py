@@ -121,7 +121,7 @@ def standing(lines: Sequence[Line], workload: str) -> Standing:
     """How we stand on a workload. The best other engine is chosen for each figure by itself."""
     here = [line for line in lines if line.workload == workload]
     mine = next((line for line in here if line.engine == OURS), None)
-    others = [line for line in here if line.engine != OURS and line.good]
+    others = [line for line in here if not ENGINES[line.engine].ours and line.good]
     fastest = min((line for line in others if line.wall is not None), key=lambda line: line.wall or 0.0, default=None)
 
     def ratio(name: str) -> float | None:

@@ -1,4 +1,7 @@
-"""This tool's own engine in this process, with the settings that `pagedcli generate` has when none are given."""
+"""This tool's own engine in this process, with the settings that `pagedcli generate` has when none are given.
+
+`--lean`: with `--max-num-seqs 16 --max-num-batched-tokens 512 --idle-kv-share 0.25`.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,20 @@ from driver_kit import now, options, read_rows, report
 
 
 def main() -> None:
-    given = options(__doc__ or "")
+    given = options(__doc__ or "", lambda parser: parser.add_argument("--lean", action="store_true"))
     from importlib.metadata import version
 
-    from pagedcli.core.config import ModelConfig, RunConfig
+    from pagedcli.core.config import CacheConfig, ModelConfig, RunConfig, SchedulerConfig
     from pagedcli.core.request import Request, SamplingParams
     from pagedcli.engine.build import build_engine
 
     model = ModelConfig(dtype=given.dtype, device="cpu", threads=given.threads, **({"model": given.model} if given.model
                                                                                    else {}))
-    engine = build_engine(RunConfig(model=model))
+    config = RunConfig(model=model)
+    if given.lean:
+        config = RunConfig(model=model, cache=CacheConfig(idle_share=0.25),
+                           scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512))
+    engine = build_engine(config)
     rows = read_rows(given.rows)
     engine.add(Request(-2, "warm", (1, 9690, 198), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)))
     while engine.has_work():
