@@ -16,7 +16,17 @@ from pagedcli.bench.experiments import Setting, choose, near, points, registry, 
 from pagedcli.bench.experiments_memory import beams_of
 from pagedcli.bench.experiments_rates import in_order
 from pagedcli.bench.paper_alpaca import TILT, alpaca_pairs, features, fitted_pairs, solve_tilt, tilted
-from pagedcli.bench.paper_fit import Knee, Recorded, fit_round, latency_of, recost, split, trial
+from pagedcli.bench.paper_fit import (
+    Knee,
+    Recorded,
+    fit_round,
+    latency_of,
+    record,
+    record_batch,
+    recost,
+    split,
+    trial,
+)
 from pagedcli.bench.paper_lengths import CHAT_FACTORS, LengthSource, chat_lengths
 from pagedcli.bench.paper_report import write_outcome, write_summary
 from pagedcli.bench.paper_setup import PLACES, Run, config_for, crossing, paper_figures, papers_requests
@@ -260,6 +270,20 @@ def test_the_tilt_is_slight() -> None:
     drawn = alpaca_pairs(52_002, 1)
     for share in (0.25, 0.5, 0.75, 0.9, 0.95):
         assert np.quantile(drawn, share, axis=0) == pytest.approx(np.quantile(plain, share, axis=0), rel=0.04, abs=1.0)
+
+
+@pytest.mark.slow
+def test_runs_are_recorded_at_their_knees() -> None:
+    """What a recorded run says under its own coefficients is what it measured, and knees are near the paper's."""
+    own = split({}, find_hardware("a100-40gb").coefficients)
+    batch = record_batch(LengthSource(), own, duration=90.0)
+    assert batch.low is None and batch.knee.wanted == 30.0
+    assert batch.knee.rate == pytest.approx(30.0, rel=0.1)  # a short run's queue has not settled
+    curve = record(target_of("fig12b", "orca-max"), LengthSource(), own)
+    assert curve.low is not None and curve.low_latency == 0.0613
+    seconds = recost(curve.low, own)
+    assert latency_of(curve.low, seconds) == pytest.approx(curve.low.latency, rel=0.02)
+    assert curve.knee.rate == pytest.approx(curve.knee.wanted, rel=0.15)  # Figure 12's own tolerance
 
 
 @pytest.mark.slow
