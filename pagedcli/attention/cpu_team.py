@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 CORES = Path("/sys/devices/system/cpu")
+_told: list[int] = []
+"""What `set_threads` was last given while torch was not in use; torch's own number is the whole process's as well."""
 
 
 def threads() -> int:
@@ -26,14 +28,20 @@ def threads() -> int:
 
 
 def _own_threads() -> int:
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    return int(wanted) if wanted.isdecimal() and int(wanted) > 0 else _cores()
+    """As told, else one a core, or fewer where the variable says so. It never makes them more: torch heeds it no
+    further, and threads that wait for one another on fewer cores take many times as long, or never end."""
+    if _told:
+        return _told[-1]
+    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # a list has a number for each nesting level
+    return min(int(wanted), _cores()) if wanted.isdecimal() and int(wanted) > 0 else _cores()
 
 
 def set_threads(wanted: int) -> None:
-    """For the whole process. Where torch is not in use (yet), by the variable that it reads when it is imported."""
+    """For the whole process. Where torch is not in use (yet), also by the variable that it reads when it is imported.
+    """
     torch: Any = sys.modules.get("torch")
     if torch is None:
+        _told[:] = [wanted]
         os.environ["OMP_NUM_THREADS"] = str(wanted)
     else:
         torch.set_num_threads(wanted)

@@ -72,14 +72,25 @@ def test_threads_are_torchs_where_it_is_in_use() -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("variable", "wanted", "expected"),
-                         [("", None, None), ("3", None, 3), ("3", 5, 5), ("x", 2, 2)])
-def test_threads_without_torch(variable: str, wanted: int | None, expected: int | None) -> None:
-    code = ("import os, sys\nfrom pagedcli.attention import cpu_team\n"
-            + (f"cpu_team.set_threads({wanted})\n" if wanted else "")
-            + "print(cpu_team.threads(), cpu_team.Team().threads_of, 'torch' in sys.modules, os.cpu_count(), sep='|')")
+@pytest.mark.parametrize(("variable", "wanted"), [("", 5), ("3", 5), ("x", 2), ("1", 64)])
+def test_threads_without_torch_are_as_told(variable: str, wanted: int) -> None:
+    assert _threads_of(f"cpu_team.set_threads({wanted})", variable) == (wanted, "Python threads", False)
+
+
+@pytest.mark.parametrize("variable", ["", "1", " 1 ", "1,2", "0", "x", "9999"])
+def test_threads_without_torch_are_as_many_as_it_would_use(variable: str) -> None:
+    """More than the cores never: a program whose threads wait for one another would take for ever."""
+    many, *rest = _threads_of("", variable)
+    assert rest == ["Python threads", False]
+    with_torch, _, there = _threads_of("import torch", variable)
+    assert there and many == min(with_torch, cpu_team._cores())
+
+
+def _threads_of(before: str, variable: str) -> tuple[int, str, bool]:
+    """How many threads a process has with this OMP_NUM_THREADS, whose, and whether torch is in it."""
+    code = (f"import sys\nfrom pagedcli.attention import cpu_team\n{before}\n"
+            "print(cpu_team.threads(), cpu_team.Team().threads_of, 'torch' in sys.modules, sep='|')")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
                           env={"OMP_NUM_THREADS": variable})
-    threads, whose, torch_there, cores = done.stdout.strip().split("|")
-    assert (whose, torch_there) == ("Python threads", "False")
-    assert 1 <= int(threads) <= int(cores) if expected is None else int(threads) == expected
+    threads, whose, torch_there = done.stdout.strip().split("|")
+    return int(threads), whose, torch_there == "True"
