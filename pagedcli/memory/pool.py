@@ -65,14 +65,19 @@ class BlockPool:
         else:
             block = self._evict()
         self.refs[block] = 1
+        self._heed_held()
         return block
 
     def _spares(self) -> bool:
         """Whether an idle block is to be used before an untouched one."""
         if self._idle_share is None:
             return False
-        self._most_held = max(self._most_held, self.held + 1)  # with the one that is about to be taken
-        return len(self._idle) > self._idle_share * self._most_held
+        most = max(self._most_held, self.held + 1)  # with the one that is about to be taken
+        return len(self._idle) > self._idle_share * most
+
+    def _heed_held(self) -> None:
+        if self._idle_share is not None:
+            self._most_held = max(self._most_held, self.held)
 
     def _evict(self) -> int:
         idle = self._idle or self._found
@@ -88,6 +93,7 @@ class BlockPool:
         self.refs[block] += 1
         if self.refs[block] == 1:
             del self._home(block)[block]
+            self._heed_held()
             return True
         return False
 

@@ -98,6 +98,26 @@ def test_contents_that_were_asked_for_again_are_not_spared_away() -> None:
     pool.check()
 
 
+@pytest.mark.parametrize("way", ["shared", "from the free list"])
+def test_the_most_held_counts_however_blocks_came_to_be_held(way: str) -> None:
+    pool = BlockPool(100, 1.0)
+    for block in (pool.take(), pool.take()):
+        pool.keep(block)
+        pool.release(block)
+    third = pool.take()  # 2 may wait beside the 2 that were held
+    if way == "shared":
+        held = [third, *(block for block in (0, 1) if pool.share(block))]
+    else:
+        pool.unkeep(0)
+        pool.unkeep(1)
+        held = [third, pool.take(), pool.take()]
+    for block in held:  # 3 at once, of which no block is untouched
+        pool.keep(block)
+        pool.release(block)
+    assert pool.take() == pool.touched - 1 == 3  # so 3 may wait
+    pool.check()
+
+
 def test_found_blocks_go_when_nothing_else_is_left() -> None:
     pool, gone = BlockPool(3, 0.0), []
     pool.evicting = gone.append
