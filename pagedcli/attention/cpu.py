@@ -146,7 +146,8 @@ class CpuBackend(AttentionBackend):
     def _shape(self, spec: LayerSpec, source: str) -> KernelShape:
         assert self._pool is not None, "bind() comes first"
         kind = CACHE_KINDS[dtype_name(self._pool.dtype)]
-        dots = self._pairs and source == "bf16" and pairs_keys(kind, spec.key_dim)
+        # The instruction's shortest vector has 4 lanes, and a value row is cut into powers of two.
+        dots = self._pairs and source == "bf16" and pairs_keys(kind, spec.key_dim) and spec.value_dim % 4 == 0
         return KernelShape(source, kind, spec.group, spec.key_dim, spec.value_dim,
                            spec.softcap is not None, self._budget, dots)
 

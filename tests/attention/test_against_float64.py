@@ -40,7 +40,8 @@ def test_every_cache_type(name: str, cache: str, source: str) -> None:
 @pytest.mark.parametrize(("key_dim", "value_dim", "group", "kind"), [
     (8, 8, 4, "bf16"), (32, 32, 7, "fp32"), (72, 72, 1, "bf16"), (80, 80, 2, "fp16"), (96, 96, 16, "bf16"),
     (112, 112, 5, "fp32"), (120, 120, 6, "bf16"), (128, 128, 8, "bf16"), (192, 128, 3, "bf16"),
-    (256, 256, 2, "bf16"), (33, 16, 3, "bf16"), (24, 5, 1, "fp32"), (1, 1, 4, "bf16"), (64, 64, 1, "bf16")])
+    (256, 256, 2, "bf16"), (33, 16, 3, "bf16"), (24, 5, 1, "fp32"), (1, 1, 4, "bf16"), (64, 64, 1, "bf16"),
+    (18, 18, 2, "bf16"), (36, 21, 1, "bf16")])
 def test_head_sizes_and_groups(key_dim: int, value_dim: int, group: int, kind: str) -> None:
     spec = LayerSpec(2 * group, 2, key_dim, value_dim, key_dim**-0.5)
     check("cpu", spec, [140, 23], TYPES[kind], TYPES[kind], 16, [[139, 22], [1, 1]])
