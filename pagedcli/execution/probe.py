@@ -72,8 +72,8 @@ def disagreement(ours: NDArray[np.float32], theirs: NDArray[np.float32], *, exac
     Rounding can send a token to another expert, which changes that row for good; attention that is misunderstood
     changes most rows. Infinite when anything is not finite.
     """
-    scale = max(float(np.sqrt(np.mean([_power(row) for row in theirs]))), float(np.finfo(np.float32).tiny))
     with np.errstate(invalid="ignore", over="ignore"):
+        scale = max(float(np.sqrt(np.mean([_power(row) for row in theirs]))), float(np.finfo(np.float32).tiny))
         errors = np.sqrt([_power(mine - other) for mine, other in zip(ours, theirs, strict=True)]) / scale
     if not np.isfinite(errors).all():
         return math.inf
