@@ -15,7 +15,6 @@ from pagedcli.core.errors import ExitStatus
 from pagedcli.core.wording import counted
 
 if TYPE_CHECKING:
-
     from pagedcli.bench.micro import Bench, Row, Skipped
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,

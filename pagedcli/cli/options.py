@@ -123,8 +123,8 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
     Option("swap_space", str, "Host memory for preempted sequences in bytes, or such as 4GiB (--simulate, where "
            "unset: the paper's 20GiB a device).", MEMORY, "4GiB", metavar="SIZE"),
     Option("no_prefix_cache", bool, "Do not reuse blocks of equal prompt beginnings.", MEMORY),
-    Option("idle_kv_share", float, "On a CPU, to spare memory: keep blocks of finished rows up to this share of the most "
-           "in use at once. Default: all.", MEMORY, least=0),
+    Option("idle_kv_share", float, "On a CPU, to spare memory: keep blocks of finished rows up to this share of the "
+           "most in use at once. Default: all.", MEMORY, least=0),
     Option("preemption", Literal["auto", "recompute", "swap"], "What happens to a running group when blocks run out.",
            MEMORY, _S.preemption),
     Option("max_num_seqs", int, "Sequences in one step at most.", BATCH, _S.max_num_seqs),

@@ -58,8 +58,8 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepResult:
-    """`logits`: [sum of logit_rows, vocabulary] floats in slice order (a torch tensor), or None when simulated. They
-    hold until the next step.
+    """`logits`: [sum of logit_rows, vocabulary] floats in slice order (an array, or a torch tensor), or None when
+    simulated. They hold until the next step.
 
     `seconds` is how long the step took; `parts` splits it for profiles (attention, linear, ...), in seconds.
     """

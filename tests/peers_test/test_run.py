@@ -95,7 +95,8 @@ def test_the_whole_jobs_answers_are_counted(tmp_path: Path) -> None:
 def test_options_have_the_whole_comparison_as_default() -> None:
     settings, _ = parse([])
     assert settings.rounds == 3 and settings.workloads == ("W1", "W2", "W3", "W4", "W5")
-    assert [engine.name for engine in settings.engines] == ["ours", "ours-lean", "openvino", "vllm", "vllm-eager", "llamacpp"]
+    assert [engine.name for engine in settings.engines] == ["ours", "ours-lean", "openvino", "vllm", "vllm-eager",
+                                                            "llamacpp"]
 
 
 @pytest.mark.parametrize(("arguments", "told"), [
