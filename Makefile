@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.ready
 
 .PHONY: setup demo test test-all check lint types same-bits greedy-equal beam-equal bench-generate sharing \
         shared-prefix swap-table tensor-parallel ray-rows bench-baselines bench-smoke regress baseline paper figures \
-        record-beams calibrate-here \
+        record-beams fit-paper calibrate-here \
         kernels profile growth attention-table cuda-setup cuda-check gpu-check wheel-check clean
 
 $(STAMP): pyproject.toml constraints.txt
@@ -123,6 +123,10 @@ paper: setup
 	$(BIN)/pagedcli paper all $(if $(LENGTHS),--lengths $(LENGTHS))
 
 figures: paper
+
+# What the simulator ships as fitted to the paper, fitted again from there. A quarter of an hour.
+fit-paper: setup
+	$(RUN) -m tests.acceptance.fit_paper
 
 # Beam parents that Figures 14 and 15 use, recorded anew from real searches.
 record-beams: setup

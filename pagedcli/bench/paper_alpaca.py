@@ -25,7 +25,7 @@ ALPACA_RHO = -0.20
 blocks prompts have while their outputs last (mean over requests weighted by output length): 0.529 in the measured set,
 0.475 with -0.30, 0.530 with -0.20."""
 
-TILT = (-7.825e-4, -1.637e-3, 2.045e-4, -7.26e-5)
+TILT: tuple[float, ...] = (-7.825e-4, -1.637e-3, 2.045e-4, -7.26e-5)
 """Weights of `features` in the exponent, as `fit_tilt` finds them for the paper's four numbers."""
 
 _BLOCK = 16
