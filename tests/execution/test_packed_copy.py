@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -169,16 +170,23 @@ def test_other_backends_and_dummies_have_no_copy(cache: Path, tmp_path: Path) ->
     assert packed_copy.copy_folder(source, "fp32") is None
 
 
-def test_a_start_from_a_copy_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_start_from_a_copy_imports_neither_torch_nor_transformers(threads: int, tmp_path: Path) -> None:
+    """And computes the same bits on Python's threads as the first start did on torch's."""
     folder = save_model("llama", tmp_path / "model")
-    load(folder, attention_backend="cpu")
+    (expected,) = run_steps(load(folder, attention_backend="cpu"), PROMPTS[:1], [list(range(6))], [(21,)])
     code = ("import sys\n"
+            "import numpy as np\n"
             "from pagedcli.core.config import CacheConfig, ModelConfig\n"
+            "from pagedcli.core.plan import Slice, StepPlan\n"
             "from pagedcli.execution.loading import load_executor\n"
             "from pagedcli.execution.model_hub import resolve_model\n"
-            f"config = ModelConfig(model={str(folder)!r}, device='cpu', dtype='fp32')\n"
-            "made = load_executor(resolve_model(config), config, CacheConfig(num_blocks=8))\n"
+            f"config = ModelConfig(model={str(folder)!r}, device='cpu', dtype='fp32', threads={threads})\n"
+            "made = load_executor(resolve_model(config), config, CacheConfig(block_size=4, num_blocks=8))\n"
             "assert any('packed copy' in note for note in made.info.notes), made.info.notes\n"
-            "print(sorted(name for name in ('transformers', 'torch') if name in sys.modules))\n")
+            f"plan = StepPlan([Slice(0, {PROMPTS[0]}, 0, list(range(6)), 21)])\n"
+            f"np.save({str(tmp_path / 'logits.npy')!r}, made.execute(plan).logits)\n"
+            "print(sorted(name for name in ('transformers', 'torch') if name in sys.modules), made.info.threads)\n")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+    assert done.stdout.strip() == f"[] {threads}", done.stdout + done.stderr
+    assert (np.load(tmp_path / "logits.npy") == expected.numpy()).all()
