@@ -173,9 +173,9 @@ def process(
     if repeat:
         places, amounts = repeat.beside(rows)
         now = flat[places]
-        changed, raised = now * amounts, now > 0
-        changed[raised] = (now / amounts)[raised]
-        flat[places] = changed
+        lower, raised = now / amounts, now * amounts
+        # A tensor's own `where`: picking by a mask would make the host wait for a GPU.
+        flat[places] = np.where(now > 0, lower, raised) if isinstance(now, np.ndarray) else lower.where(now > 0, raised)
     for kind in (frequency, presence):
         if kind:
             places, amounts = kind.beside(rows)
