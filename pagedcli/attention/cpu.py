@@ -14,7 +14,7 @@ from pagedcli.attention import cpu_kernels as kernels
 from pagedcli.attention.cpu_shapes import KernelShape, Routines, build_routines, pair_products, vector_budget
 from pagedcli.attention.cpu_team import Team, threads
 from pagedcli.attention.cpu_vectors import pairs_keys
-from pagedcli.attention.host_arrays import as_array
+from pagedcli.attention.host_arrays import aligned_zeros, as_array
 from pagedcli.attention.interface import AttentionBackend, BatchLayout, KVLayout, LayerSpec
 from pagedcli.core.dtypes import dtype_name
 from pagedcli.core.errors import CannotRunError
@@ -68,9 +68,7 @@ class CpuBackend(AttentionBackend):
         self._layout: KVLayout | None = None
         self._pool: NDArray[Any] | None = None
         self._batch: BatchLayout | None = None
-        block = np.zeros(kernels.ARGUMENT_BYTES // 8 + 8, np.int64)
-        skip = (-block.ctypes.data % 64) // 8
-        self._arguments = block[skip:skip + kernels.ARGUMENT_BYTES // 8]
+        self._arguments = aligned_zeros([kernels.ARGUMENT_BYTES // 8], np.int64)
         self._address = int(self._arguments.ctypes.data)
         self._scratch = np.zeros(0, np.uint8)
         self._scratch_start = 0

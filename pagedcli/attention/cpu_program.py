@@ -9,6 +9,7 @@ import numpy as np
 
 from pagedcli.attention import cpu_kernels as kernels
 from pagedcli.attention.cpu import CpuBackend
+from pagedcli.attention.host_arrays import aligned_zeros
 from pagedcli.attention.interface import LayerSpec
 from pagedcli.core.dtypes import DTYPE_BYTES
 
@@ -43,9 +44,7 @@ class AttentionProgram:
         spec, cell = specs[0], DTYPE_BYTES[dtype]
         if out.stride != spec.heads * spec.value_dim * cell:
             raise ValueError(f"the result's rows are {out.stride} bytes apart, and the kernels write them side by side")
-        raw = np.zeros(len(specs) * _WORDS + 8, np.int64)
-        skip = (-raw.ctypes.data % 64) // 8
-        self._blocks = raw[skip:skip + len(specs) * _WORDS].reshape(len(specs), _WORDS)
+        self._blocks = aligned_zeros((len(specs), _WORDS), np.int64)
         for block, layer in zip(self._blocks, self._layers, strict=True):
             block[_span(kernels.LAYER_FIELDS)] = layer.fields
             block[_span(kernels.CALL_FIELDS)] = (

@@ -23,7 +23,7 @@ LOWEST = np.float32(-87.0)
 
 THREAD_ENTRIES, TEAM_ENTRIES = 1 << 23, 1 << 19
 """Entries below which one thread is faster: waking Numba's threads costs more, the more so on a machine that is busy;
-torch's own, which have just computed the rows, are still awake."""
+torch's own, which have computed the rows where it is in use, are still awake."""
 
 GOOD, NOT_A_NUMBER, NO_MASS = 0, 1, 2
 """What `row_stats` says of a row: fit to use; holds NaN or +inf; has no finite entry."""

@@ -175,7 +175,7 @@ class NativeDecoder:
         norm(weights.norm, last, last_normed)
         product("head", self._head, last_normed, None)
         self._turning = np.array(turning)
-        self._blocks = _aligned(len(words), linear.WORDS)
+        self._blocks = aligned_zeros((len(words), linear.WORDS), np.int64)
         for block, given in zip(self._blocks, words, strict=True):
             block[:len(given)] = given
         operations, places = [], iter(self._blocks[n:].ctypes.data for n in range(len(words)))
@@ -189,10 +189,3 @@ class NativeDecoder:
         self._program = Program(self._team, operations)
         self._logits = aligned_zeros((room, self._head.columns), np.float32)
         self._room = room
-
-
-def _aligned(rows: int, words: int) -> Any:
-    """int64 [rows, words] of zeros, from a cache line on."""
-    raw = np.zeros(rows * words + 8, np.int64)
-    skip = (-raw.ctypes.data % 64) // 8
-    return raw[skip:skip + rows * words].reshape(rows, words)

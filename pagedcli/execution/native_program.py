@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from pagedcli.attention.cpu_intrinsics import ask, call, cycles, fetch_add, load_i64, load_shared, pause, store_i64
 from pagedcli.attention.cpu_team import Team
+from pagedcli.attention.host_arrays import aligned_zeros
 from pagedcli.attention.kept_code import kept_cfunc
 
 # The program's own block, int64 each; what threads change has cache lines of its own.
@@ -68,9 +69,7 @@ class Program:
         self._run = build_run()
         self._libc = ctypes.CDLL(None)
         resting = ctypes.cast(self._libc.sched_yield, ctypes.c_void_p).value or 0
-        self._block = np.zeros(WORDS + 8, np.int64)
-        skip = (-self._block.ctypes.data % 64) // 8
-        self._block = self._block[skip:skip + WORDS]
+        self._block = aligned_zeros([WORDS], np.int64)
         self._block[:6] = (self._list.ctypes.data, len(self._list), team.sizer, 1, self._clocks.ctypes.data, resting)
 
     @property
