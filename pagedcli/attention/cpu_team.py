@@ -14,7 +14,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from threading import Event
 from typing import Any
+
+from pagedcli.core.errors import CannotRunError
 
 CORES = Path("/sys/devices/system/cpu")
 _told: list[int] = []
@@ -109,8 +112,7 @@ class Team:
         else:
             if self._pool_size != threads - 1:
                 self.close()
-                self._pool = ThreadPoolExecutor(threads - 1, "attention")
-                self._pool_size = threads - 1
+                self._pool, self._pool_size = _started(threads - 1), threads - 1
             assert self._pool is not None
             call = self._direct(function)
             waiting = [self._pool.submit(call, argument) for _ in range(threads - 1)]
@@ -127,3 +129,21 @@ class Team:
         if self._pool is not None:
             self._pool.shutdown()
             self._pool, self._pool_size = None, 0
+
+
+def _started(count: int) -> ThreadPoolExecutor:
+    """A pool whose threads all run already: those of a team wait for one another, for ever where one never comes.
+
+    CannotRunError when the system refuses one.
+    """
+    pool, gate = ThreadPoolExecutor(count, "attention"), Event()
+    try:
+        for _ in range(count):
+            pool.submit(gate.wait)  # none ends before the last is there, so that each takes a thread of its own
+    except RuntimeError as fault:
+        pool.shutdown(wait=False)
+        raise CannotRunError(f"the system refuses to start {count + 1} threads ({fault}): lower --threads",
+                             "too_many_threads") from fault
+    finally:
+        gate.set()
+    return pool

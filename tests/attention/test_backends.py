@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -61,6 +63,26 @@ def test_python_threads_do_the_same_work(monkeypatch: pytest.MonkeyPatch) -> Non
     team = Team()
     team.close()
     team.close()
+
+
+def test_threads_that_the_system_refuses_are_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a wait without end for those that never come; the ones that did start end."""
+    monkeypatch.setattr("pagedcli.attention.cpu_team._openmp", lambda torch_in_use: None)
+    start, before = threading.Thread.start, threading.active_count()
+
+    def refusing(self: threading.Thread) -> None:
+        if threading.active_count() >= before + 2:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refusing)
+    with pytest.raises(CannotRunError, match=r"^the system refuses to start 9 threads \(can't start new thread\): lower"):
+        Team().run(0, 0, 9)
+    monkeypatch.undo()
+    end = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert threading.active_count() == before
 
 
 @pytest.mark.parametrize("name", ["cpu", "reference"])
